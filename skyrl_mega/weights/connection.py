@@ -26,6 +26,7 @@ class Connection:
     """Settings shared by every process of a weight sync. Contains only plain values, as JSON does."""
 
     host: str
+    """Address of the store where all processes meet."""
     port: int
     """Port of the store at `host` where all processes meet."""
     group_name: str
@@ -33,7 +34,9 @@ class Connection:
     inputs: dict[str, Any]
     """Fields of `SyncInputs`: everything the plan depends on."""
     bucket_bytes: int
+    """Maximum size of a message in bytes."""
     timeout_s: float
+    """Time limit in seconds for joining, and for a whole transfer."""
     plans: str
     """Folder of cached transfer plans."""
 
@@ -53,8 +56,8 @@ class Connection:
         return len(self.plan_inputs.sources) + len(self.plan_inputs.members) * self.workers
 
     def plan(self, expected: Plan | None = None) -> Plan:
-        """Returns the transfer plan from policy to engines, computed once for all processes and later runs sharing
-        `plans`.
+        """Returns the transfer plan from policy to engines: read from the folder `plans`, or else computed and written
+        there for all processes and later runs.
 
         Args:
             expected: The plan of these inputs, if known; a cached file with another plan is replaced.
@@ -65,7 +68,8 @@ class Connection:
         return cached_plan(folder, self.inputs, lambda: expected, expected.digest)
 
     def join(self, device: torch.device, *, source: int | None = None, target: int | None = None) -> Exchange:
-        """Joins as policy rank `source`, or as engine worker `target` (counted over the participating engines).
+        """Joins the process group as policy rank `source`, or as engine worker `target` (counted over the participating
+        engines), and returns the exchange for this process. Exactly one of the two is set.
 
         Returns after all processes joined.
 

@@ -48,12 +48,15 @@ class WeightComparison:
     """A comparison of an engine worker's weights with the policy's."""
 
     engine: int
+    """Rank of the engine."""
     worker: int
+    """Rank of the worker in the engine."""
     parameters: int
     """Parameters of the worker compared bit for bit, as read by the kernels."""
     bytes: int
+    """Bytes of weights received by the worker for the comparison."""
     different: list[str]
-    """Names of the differing parameters."""
+    """Names of the differing parameters; [] if all are equal."""
 
 
 class WeightSync:
@@ -99,7 +102,8 @@ class WeightSync:
         return f"weights-{self.group_count}"
 
     def sync(self, version: int) -> dict[str, float]:
-        """Performs a sync. Afterwards the engines serve the policy's present weights as `version`.
+        """Transfers the policy's present weights to all running engines, which afterwards serve the weights as
+        `version`. Connects policy and engines first if the running engines have changed.
 
         A dead or stalled engine is retired and restarted; the other engines are updated and the run continues. Engines
         restarted since the last sync take part in this sync.
@@ -224,9 +228,10 @@ class WeightSync:
         }
 
     def check(self) -> list[WeightComparison]:
-        """Sends the policy's weights again and compares them with the weights used by the engines.
+        """Sends the policy's weights again to the connected engines, compares them there with the weights in use, and
+        returns a comparison per engine worker.
 
-        Changes no engine weights. Every worker needs memory for a layer's weights.
+        Changes no engine weights; a difference raises nothing. Every worker needs memory for a layer's weights.
 
         Raises:
             ActorFailed: A process failed; carries the root cause.

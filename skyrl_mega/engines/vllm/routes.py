@@ -35,22 +35,23 @@ class TokenRoutes:
     """Weight version of the model when reading each token, int32 [n]."""
 
     def select(self, at: slice | np.ndarray) -> TokenRoutes:
-        """Returns a selection of the tokens."""
+        """Returns a new object with the entries of all three arrays at `at`, a slice or array of token positions."""
         return TokenRoutes(self.routes[at], self.tokens[at], self.versions[at])
 
     def packed(self) -> list[bytes]:
-        """Returns the arrays as bytes, for vLLM's calls of workers."""
+        """Returns the bytes of `routes`, `tokens` and `versions`, in this order, for vLLM's calls of workers.
+        `unpacked` is the inverse."""
         return [value.tobytes() for value in vars(self).values()]
 
     @classmethod
     def unpacked(cls, packed: list[bytes], shape: RouteShape) -> TokenRoutes:
-        """Rebuilds an object from the result of `packed`."""
+        """Returns the object whose `packed` gave these bytes. `shape` is the shape of the model's routes."""
         routes = np.frombuffer(packed[0], shape.dtype).reshape(-1, len(shape.layers), shape.per_token)
         return cls(routes, *(np.frombuffer(values, np.int32) for values in packed[1:]))
 
     @classmethod
     def concatenated(cls, parts: list[TokenRoutes]) -> TokenRoutes:
-        """Concatenates several reads."""
+        """Returns the parts, at least one, concatenated along the tokens in the given order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])))
 
 
@@ -148,11 +149,12 @@ class RouteRecorder:
         return table.block_table.np[index, at // table.block_size] * table.block_size + at % table.block_size
 
     def forget(self) -> None:
-        """Drops all routes of requests; no request may be under way."""
+        """Drops the routes of all requests; no request may be under way. Routes by cache position stay."""
         self.requests.clear()
 
     def take(self, name: str) -> TokenRoutes | None:
-        """Returns everything read for a request and forgets it; None if nothing was read.
+        """Returns the routes of all tokens read for the request with this name, and forgets the request; None for an
+        unknown request.
 
         The result may include a token after the last, computed before the end of the request was known.
         """
@@ -164,7 +166,7 @@ class RouteRecorder:
 def verified_routes(
     read: TokenRoutes | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
 ) -> np.ndarray:
-    """Returns the routes of a completion after verification.
+    """Checks that the recorded routes belong to a completion's tokens and weights, and returns the routes.
 
     Args:
         read: Data recorded for the request, from the first token on.
@@ -201,7 +203,8 @@ def verified_routes(
 
 
 def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape, name: str) -> np.ndarray:
-    """Returns the routes of a completion by vLLM's second model runner, without proof of tokens or weights.
+    """Returns the routes that vLLM's second model runner gave with a completion, in the form of `models.routes`. Checks
+    their number and range, but not to which tokens or weights they belong.
 
     Args:
         experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], layers without experts included.

@@ -29,6 +29,7 @@ from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
 HOLD_S = 0.1
+"""Seconds for which tokens are held at most."""
 
 _OTHER_FIELDS = [
     f for f in msgspec.structs.fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids", "new_logprobs")
@@ -57,7 +58,7 @@ class HoldingScheduler(Scheduler):
         """The steady batch; None if the last step was vLLM's."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Returns the next step's schedule."""
+        """Returns the next step's schedule: from the steady batch if the running requests are one, else vLLM's own."""
         batch = self._steady_batch()
         due = batch.due(self.block_size) if batch else []
         if batch is None or len(due) > self.kv_cache_manager.block_pool.get_num_free_blocks():
@@ -75,9 +76,10 @@ class HoldingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Returns the outputs to send now.
+        """Adds a step's sampled tokens to the requests and returns client → the outputs to send now.
 
-        Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S`, or on a pause.
+        Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S` seconds, or on a
+        pause.
         """
         if self.batch is not None and self.batch.expects(scheduler_output, model_runner_output):
             ending = self._advance(self.batch, model_runner_output)
@@ -98,11 +100,13 @@ class HoldingScheduler(Scheduler):
         return {client: message for client, message in messages.items() if _has_content(message)}
 
     def has_requests(self) -> bool:
-        """Returns True if there is work. Before a pause completes, held outputs are sent in a step without tokens."""
+        """Returns True if vLLM has requests, or a pause has begun and held outputs are not sent yet: these are sent in
+        a step without tokens."""
         return bool(super().has_requests() or (self._paused and any(self.held.values())))
 
     def finish_requests(self, *args: Any) -> list[Any]:
-        """Ends requests from outside and drops held outputs."""
+        """Ends requests before their time, as vLLM's scheduler does, drops their held outputs, and returns the ended
+        requests."""
         self._leave()
         ended: list[Any] = super().finish_requests(*args)
         for request in ended:
@@ -110,7 +114,7 @@ class HoldingScheduler(Scheduler):
         return ended
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pauses or resumes."""
+        """Sets vLLM's pause state, which pauses or resumes scheduling; ends the steady batch."""
         self._leave()
         super().set_pause_state(pause_state)
 
@@ -174,7 +178,8 @@ def _has_content(message: EngineCoreOutputs) -> bool:
 
 
 def merged(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Merges the outputs of a request, in order; all but the last contain only tokens and log-probs."""
+    """Merges the outputs of a request, in order, into the last, which is changed and returned. All but the last contain
+    only tokens and log-probs."""
     *before, last = outputs
     if before:
         last.new_token_ids = [token for output in outputs for token in output.new_token_ids]

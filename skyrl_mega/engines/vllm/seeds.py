@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 AHEAD = 64
+"""Number of seeds drawn at once from a generator."""
 SEEDS = 2**31
+"""Number of possible seeds."""
 
 
 class SeedsAhead:
@@ -48,8 +50,8 @@ class SeedsAhead:
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), processed
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
-        """Returns the next seed of each row's own stream, int64 [N]; of torch's default generator for rows without a
-        stream.
+        """Returns a seed for each of `rows` rows, int64 [N]: the next of the row's generator in `generators` (row →
+        generator), or of torch's default generator for a row without one.
         """
         seeds = torch.randint(SEEDS, (rows,)).tolist()
         if generators != self.generators:
@@ -73,7 +75,8 @@ def _blocks(generator: Generator) -> Iterator[int]:
 
 
 def draw_ahead(runner: Any) -> None:
-    """Makes the sampler of vLLM's CPU model runner draw seeds in blocks, unless 64-bit noise is requested."""
+    """Replaces the sampling function of vLLM's CPU model runner by `SeedsAhead`, which draws the same seeds in blocks.
+    Changes nothing if the sampler does not use the CPU function, or 64-bit noise is requested."""
     sampler = runner.sampler.topk_topp_sampler
     if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
         sampler.forward = SeedsAhead(sampler)

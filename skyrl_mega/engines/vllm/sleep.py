@@ -39,13 +39,15 @@ class Memory(Protocol):
     """The memory that holds the parts."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """Returns tensors in the weights' memory, except tensors filled by an update."""
+        """Returns the tensors in the weights' memory other than `filled`, the tensors that an update writes: their
+        values must be saved before a drop."""
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Frees the memory of a part, which consists of these tensors."""
+        """Frees the memory of a part, "engine_weights" or "kv_cache", which consists of these tensors. The tensors stay
+        valid objects at the same addresses."""
 
     def bring_back(self, part: str) -> None:
-        """Allocates the memory again, with undefined content."""
+        """Allocates the memory of a dropped part again, at the same addresses, with undefined content."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ class MemoryParts:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of tensors, each once."""
+    """Yields the distinct storages of tensors: each once, though several tensors may share a storage."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -120,7 +122,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Returns a whole storage as bytes."""
+    """Returns a tensor uint8 [bytes] that shares the memory of the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -161,7 +163,7 @@ class CudaMemory:
         torch.accelerator.empty_cache()
 
     def bring_back(self, part: str) -> None:
-        """Allocates the memory of a part again."""
+        """Allocates the memory of a part again, at the same addresses, with undefined content."""
         self.dropped.discard(part)
         self.allocator.wake_up(list(TAGS[part]))
         for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, regardless of the request
@@ -213,7 +215,8 @@ class ProcessMemory:
         return []
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Frees the pages of a part, and the packed weights of linear layers."""
+        """Frees the pages of the tensors, and with "engine_weights" the packed weights of linear layers, which then
+        raise an error when used."""
         for storage in storages(tensors):
             take_pages(storage)
         if part == WEIGHTS:
@@ -231,7 +234,8 @@ def _raise_dropped(*_: Any, **__: Any) -> Tensor:
 
 
 def take_pages(storage: torch.UntypedStorage) -> None:
-    """Gives the whole pages of a storage back to the system; later reads give 0.
+    """Gives the pages that lie completely in a storage back to the system; later reads of them give 0. Parts of pages
+    at both ends keep their content.
 
     Raises:
         OSError: The system refuses because the pages are locked.

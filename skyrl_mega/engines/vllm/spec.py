@@ -30,9 +30,11 @@ class EngineSpec:
     path: str
     """Hugging Face directory: config.json, and tokenizer files if stop strings are used."""
     dtype: str
+    """Type of the model's parameters, such as `bfloat16`."""
     device: str
     """`cpu` or `cuda`."""
     rollout: RolloutConfig
+    """The settings of the engines."""
     max_length: int
     """Maximum length of a sequence, prompt and response."""
     weights: str = "dummy"
@@ -40,6 +42,7 @@ class EngineSpec:
     dequantised: bool = False
     """True if the directory is in block FP8, and the engine computes with the dequantised weights."""
     seed: int = 0
+    """vLLM's global seed; every request has its own in addition."""
     routes: bool = False
     """True if completions contain the experts of every token (`engines.vllm.routes`)."""
     updated_under_way: bool = False
@@ -53,7 +56,8 @@ class EngineSpec:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables of the engine's process, set before the start."""
+    """Returns the environment variables to set in the engine's process before its start. The device, number of workers,
+    routes and `deterministic` decide."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -84,9 +88,14 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
-    """Returns environment variables that keep a block's FP8 scale equal to the float32 number of policy and wire.
+    """Returns environment variables that keep a block's FP8 scale equal to the float32 number of policy and wire; {}
+    unless the engine computes in FP8 on a Hopper GPU.
 
     By default DeepGEMM in vLLM rounds scales to powers of two, and the weights accordingly. Only Blackwell needs that.
+
+    Args:
+        spec: The engine's definition.
+        hopper: True if the engine's GPU is a Hopper.
     """
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if hopper and fp8_weights(spec.rollout) else {}
 
@@ -96,6 +105,10 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
 
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
     process may allocate or free memory of the GPU. A restarted engine uses the first engine's result.
+
+    Args:
+        spec: The engine's definition.
+        former: Facts of the previous engine in this place, with the cache size to use again; None for the first.
     """
     from vllm.config import WeightTransferConfig
 

@@ -92,7 +92,7 @@ class LogprobColumns:
         """Token ids, log-probs and ranks."""
 
     def add(self, rows: np.ndarray, step: LogprobsLists, order: np.ndarray) -> None:
-        """Appends a step's log-probs [N, 1]: the entries `order` of the step to these rows."""
+        """Appends a column with a step's log-probs: `rows[i]` gets entry `order[i]` of the step [N, 1]."""
         if self.steps == self.arrays[0].shape[1]:
             self.arrays = [np.concatenate([array, np.empty_like(array)], axis=1) for array in self.arrays]
         for array, values in zip(self.arrays, step[:3], strict=True):
@@ -100,7 +100,7 @@ class LogprobColumns:
         self.steps += 1
 
     def row(self, row: int) -> LogprobsLists:
-        """Returns a request's log-probs [steps, 1]."""
+        """Returns the token ids, log-probs and ranks of the request in row number `row`, [steps, 1] each."""
         ids, values, ranks = (array[row, : self.steps] for array in self.arrays)
         return LogprobsLists(ids[:, None], values[:, None], ranks)
 
@@ -135,7 +135,8 @@ class SteadyBatch:
         return [self.requests[i] for i, computed in enumerate(self.computed) if computed % block_size in ends]
 
     def complete(self, scheduled: SchedulerOutput) -> None:
-        """Adds the other requests to vLLM's schedule of the requests that are due."""
+        """Adds the requests that are not due to vLLM's schedule of the requests that are (`due`), a token each. Changes
+        the schedule and the requests in place."""
         due = scheduled.scheduled_cached_reqs
         blocks = dict(zip(due.req_ids, due.new_block_ids, strict=True))
         for request in self.requests:
@@ -168,12 +169,14 @@ class SteadyBatch:
         )
 
     def ending(self, output: ModelRunnerOutput) -> list[int]:
-        """Returns the indices of the requests that may end with the sampled token."""
+        """Returns the indices of the requests that may end with the token sampled in this step: at a stop token, or at
+        the most tokens."""
         tokens, limits, stops = self._tokens(output), self.limits, self.stops
         return [i for i, sampled in enumerate(self.sampled) if sampled + 1 >= limits[i] or tokens[i] in stops]
 
     def outputs(self, indices: Iterable[int]) -> list[tuple[int, EngineCoreOutput]]:
-        """Returns the unsent tokens and log-probs of requests, each with the request's client."""
+        """Returns, for the requests with these indices, pairs of the request's client and its unsent tokens and
+        log-probs; [] if nothing is unsent."""
         if self.unsent is None:
             return []
         outputs = []
@@ -185,13 +188,13 @@ class SteadyBatch:
         return outputs
 
     def flush(self) -> list[tuple[int, EngineCoreOutput]]:
-        """Returns the unsent tokens and log-probs of all requests, and forgets them."""
+        """Returns the `outputs` of all requests, and counts their tokens as sent."""
         outputs = self.outputs(range(len(self.requests)))
         self.unsent = None
         return outputs
 
     def remove(self, indices: Sequence[int]) -> None:
-        """Removes requests from the batch."""
+        """Removes the requests with these indices from the batch."""
         removed = set(indices)
         kept = [i for i in range(len(self.ids)) if i not in removed]
         self.requests = [self.requests[i] for i in kept]
@@ -203,7 +206,7 @@ class SteadyBatch:
         self.rows = self.rows[kept]
 
     def advance(self, output: ModelRunnerOutput) -> None:
-        """Appends the sampled tokens to the requests."""
+        """Appends the step's sampled tokens to all requests of the batch, and their log-probs to `unsent`."""
         assert output.logprobs is not None, "see `expects`"
         for request, token in zip(self.requests, self._tokens(output), strict=True):
             request.num_in_flight_tokens -= 1

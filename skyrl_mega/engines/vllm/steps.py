@@ -25,6 +25,6 @@ class StepCounter:
         return self.execute(scheduled, *args, **kwargs)
 
     def take(self) -> dict[int, int]:
-        """Returns the number of steps by tokens in the step, since the previous call."""
+        """Returns tokens in a step → number of such steps since the previous call, and starts again from 0."""
         taken, self.steps = dict(self.steps), Counter()
         return taken

@@ -13,7 +13,8 @@ class VerifiedTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> Any:
-        """Returns the directory's tokenizer, verified, with vLLM's cached attributes."""
+        """Returns the tokenizer of the directory `path`, as `hf_checkpoint.tokenizer.load` verifies it, with the
+        attributes that vLLM caches. Ignores `options`."""
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         return get_cached_tokenizer(load(Path(path), "model.path"))

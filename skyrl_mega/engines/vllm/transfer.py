@@ -70,14 +70,15 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             numa.bind(numa.visible_devices()[self.device.index : self.device.index + 1])
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the policy's ranks and the other workers."""
+        """Joins the process group of the policy's ranks and all engine workers; leaves a former group first. Waits for
+        the others."""
         self.shutdown()
         connection, parallel = Connection(**init_info.connection), self.parallel_config
         worker_index = parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank
         self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + worker_index)
 
     def start_weight_update(self) -> None:
-        """Opens the parameters for writing."""
+        """Begins an update: all parameters of this worker count as not written."""
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -96,7 +97,11 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
-        """Completes the update in every layer."""
+        """Installs layers that received their weights only in part, if they allow that, and computes derived tensors.
+
+        Raises:
+            RuntimeError: A layer that needs all of its weights did not receive all.
+        """
         start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()
         if dropped and self.device.type == "cpu":
@@ -121,7 +126,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.abandon()
 
     def shutdown(self) -> None:
-        """Leaves the group."""
+        """Leaves the process group and frees the buffers; does nothing outside of a group."""
         if self.exchange is not None:
             self.exchange.close()
         self.exchange = None
@@ -144,12 +149,13 @@ class WorkerExtension:
     """The worker's memory in parts; None before the first drop."""
 
     def transfer_report(self) -> dict[str, float]:
-        """Returns seconds and bytes of the last sync, by the names of `executor.ExchangeReport`."""
+        """Returns seconds and bytes of this worker's last sync, by the field names of
+        `weights.exchange.executor.ExchangeReport`; {} before the first."""
         return self.weight_transfer_engine.report
 
     def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
-        """Returns the fields of a `MemoryReading`, and the number of model steps by tokens in the step, since the
-        previous call."""
+        """Returns, since the previous call, the fields of a `MemoryReading`, and tokens in a model step → number of
+        such steps. The first call starts the counting."""
         if self.meters is None:
             device = self.weight_transfer_engine.device.type
             self.meters = MemoryMeter(device), StepCounter(self.model_runner)
@@ -161,12 +167,12 @@ class WorkerExtension:
         draw_ahead(self.model_runner)
 
     def cache_bytes(self) -> int:
-        """Returns the bytes of this worker's KV cache: as given, or else as measured."""
+        """Returns the bytes of this worker's KV cache: as given in the settings, else as vLLM measured at start."""
         given: int | None = self.cache_config.kv_cache_memory_bytes
         return int(given or self.available_kv_cache_memory_bytes)
 
     def drop(self, parts: list[str]) -> None:
-        """Frees the memory of these parts, "engine_weights" or "kv_cache"; nothing may be under way."""
+        """Frees the device memory of these parts, "engine_weights" or "kv_cache". No request may be computing."""
         self.parts = self.parts or self._parts()
         for part in parts:
             self.parts.drop(part)
@@ -198,35 +204,39 @@ class WorkerExtension:
         return self.weight_transfer_engine.compare()
 
     def abandon_update(self) -> None:
-        """Abandons an update at any stage."""
+        """Leaves the process group and discards an update at any stage; the weights are unusable until another
+        update."""
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False  # vLLM resets it only in a worker whose own part failed
 
     def record_routes(self) -> None:
-        """Starts recording routes; all workers route alike, so the first worker answers for all."""
+        """Starts recording routes in the worker of rank 0; does nothing in others, because all workers of an engine
+        route alike, and for a model without experts."""
         config = self.weight_transfer_engine.model_config.hf_config.to_dict()
         shape = RouteShape.of(architecture(config).describe(config))
         if self.rank == 0 and shape is not None:
             self.recorder = RouteRecorder(self.model_runner, shape)
 
     def routes_version(self, version: int) -> None:
-        """Sets the version of the present weights."""
+        """Sets the weight version recorded with later routes."""
         if self.recorder is not None:
             self.recorder.version = version
 
     def forget_routes(self) -> None:
-        """Drops the routes of requests whose completions were never taken."""
+        """Drops the recorded routes of all requests; no request may be under way."""
         if self.recorder is not None:
             self.recorder.forget()
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
-        """Returns the routes of each request (`routes.TokenRoutes.packed`); None for an unknown request."""
+        """Returns the routes of the requests with these names (`routes.TokenRoutes.packed`), and forgets them; None for
+        an unknown request. [] from a worker other than rank 0."""
         assert self.recorder is not None or self.rank, "record_routes comes first"
         taken = [self.recorder.take(name) for name in names] if self.recorder is not None else []
         return [None if read is None else read.packed() for read in taken]
 
     def own_shard(self) -> Shard:
-        """Returns this worker's shard, from the model's config.json."""
+        """Returns the boxes of all tensors that this worker holds, computed from the model's config.json and the
+        worker's rank."""
         config = self.weight_transfer_engine.model_config.hf_config.to_dict()
         parallel = self.weight_transfer_engine.parallel_config
         return architecture(config).engine_shard(

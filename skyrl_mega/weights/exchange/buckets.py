@@ -36,7 +36,8 @@ class Buckets:
 
 
 def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> Buckets:
-    """Cuts every route into buckets of at most `bucket_bytes` (at least one element).
+    """Cuts the parts of every route into buckets of at most `bucket_bytes` (at least one element), and returns all
+    buckets, those of phase 0 first, then in the order of the plan's parts.
 
     Args:
         plan: All transfers.
@@ -62,7 +63,8 @@ def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> 
 
 
 def cut(parts: TransferTable, room: int) -> tuple[TransferTable, Ints]:
-    """Cuts parts to at most `room` bytes (at least one element) along the leading axes, keeping the order.
+    """Cuts parts larger than `room` bytes along the leading axes into pieces of at most `room` bytes (at least one
+    element), keeping the order.
 
     Returns:
         The finer table, and the index of each part's first piece in the table [parts + 1].

@@ -49,7 +49,8 @@ class Staging:
         """The transport's device, with an index."""
 
     def reserve(self, size: int, count: int, shared: bool = False) -> None:
-        """Requests `count` buffers of `size` bytes, shared with device peers if `shared`.
+        """Requests at least `count` buffers of at least `size` bytes, in memory that processes on the same device can
+        read if `shared`. Allocates nothing.
 
         Raises:
             RuntimeError: The buffers are already allocated.
@@ -69,8 +70,8 @@ class Staging:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Runs the context, on a GPU, on the staging stream: after earlier and before later work of the current
-        stream.
+        """Runs the body of the `with` block on the staging stream: after earlier and before later work of the current
+        stream. On a CPU, changes nothing.
 
         The order also holds after an error, so that later work cannot overtake pending writes.
         """
@@ -86,7 +87,7 @@ class Staging:
             outside.wait_stream(self._stream)
 
     def close(self) -> None:
-        """Frees the buffers. Closing twice is harmless."""
+        """Frees the buffers, if allocated. Closing twice is harmless."""
         if self._allocated is not None:
             self._allocated.close()
 
@@ -182,7 +183,8 @@ class Exchange:
         checksums: bool = False,
         loaded: Callable[[str], None] | None = None,
     ) -> ExchangeReport:
-        """Moves every box from the sources' parameters to the targets'. A collective of all processes in the plan.
+        """Moves every box from the sources' parameters to the targets', in place, and returns this process's times and
+        bytes. A collective: all processes of the plan call it.
 
         Args:
             source: This process's parameters by local name. Views from the first run are reused while types, shapes
@@ -296,7 +298,7 @@ def _shard(layout: Layout | None, rank: int | None) -> Shard | None:
 
 
 def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, targets: Sequence[Params]) -> None:
-    """Executes a plan with all ranks in this process, without messages.
+    """Executes a plan between ranks that are all in this process, by direct copies: a reference for tests.
 
     Args:
         plan: All transfers.

@@ -27,7 +27,7 @@ CHECK_S = 0.5
 
 
 class ChecksumError(RuntimeError):
-    """A box differing from the data sent, or was written to the wrong place.
+    """A part that differs from the data sent, or was written to the wrong place.
 
     `tensor` and `box` identify the data; `source` and `target` are the names of the packing and the unpacking process.
     """
@@ -42,12 +42,15 @@ class ExchangeReport:
     """Times and bytes of a run in a process. Seconds are host time; on a GPU, to launch work, except `wire_s`."""
 
     pack_s: float = 0.0
+    """Copying parameters into buckets."""
     wire_s: float = 0.0
     """Waiting for messages and for processes sharing the device."""
     load_s: float = 0.0
+    """Copying buckets into parameters, and installing finished layers."""
     quantise_s: float = 0.0
     """Computing scales, quantising to FP8, and dequantising if the receiver stores another type."""
     checksum_s: float = 0.0
+    """Computing and comparing checksums."""
     sent: int = 0
     """Bytes of parts packed and sent by this process."""
     received: int = 0
@@ -63,7 +66,7 @@ class ExchangeReport:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the time spent in the context to the field `what`."""
+        """Adds the seconds spent in the `with` block to the field with the name `what`, also after an error."""
         start = time.perf_counter()
         try:
             yield
@@ -96,7 +99,8 @@ class ExchangeRun:
     """Masks of the parts differing from the data sent, by bucket."""
 
     def pack(self, bucket: RankBucket, flat: Tensor) -> None:
-        """Fills a bucket from the source's parameters, followed by the checksums if checked.
+        """Fills the memory of a bucket from the source's parameters, quantised if the wire is FP8, followed by the
+        checksums if the run has any.
 
         Args:
             bucket: The bucket.
@@ -145,8 +149,8 @@ class ExchangeRun:
                 self.loaded(name)
 
     def verify(self) -> None:
-        """Checks that every part arrived in the right place. Called once, at the end: on a GPU the host waits for the
-        result.
+        """Raises an error unless the checksums of all loaded parts agree with the sender's. Called once, at the end: on
+        a GPU the host waits for the result. Without checksums checks nothing.
 
         Raises:
             ChecksumError: A part is wrong; names the first.
@@ -195,7 +199,8 @@ class Member:
     _marks: list[tuple[torch.cuda.Event, ProgramStep]] = field(default_factory=list)
 
     def run_steps(self) -> None:
-        """Executes all steps: packs, sends, receives, forwards and loads the buckets of this process.
+        """Executes all steps of this process: packs, sends, receives, forwards and loads buckets, and on a GPU waits
+        for the end of all copies.
 
         Raises:
             TransportError: A peer left, or did not answer in time.
@@ -323,7 +328,8 @@ class Member:
 def read_from_owner(
     run: ExchangeRun, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int
 ) -> None:
-    """Executes a run as device peer: loads the buckets in place, without a copy of its own.
+    """Executes a run as a device peer: waits for each bucket and loads it directly from the device owner's buffers,
+    without a copy of the bucket.
 
     Args:
         run: Inputs and progress of the run.

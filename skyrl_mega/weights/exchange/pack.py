@@ -67,20 +67,20 @@ class BucketView:
 
     @property
     def plain(self) -> bool:
-        """True if the part is the same on the wire and in the parameter."""
+        """True if the part has the same type on the wire and in the parameter, so that copying bytes is enough."""
         return self.scale is None and self.region.dtype == self.dtype
 
     def local(self, params: Sequence[Tensor]) -> Tensor:
-        """Returns the part inside the parameter."""
+        """Returns the part as a view of its parameter among `params`."""
         return self.region.of(params[self.region.owner])
 
     def packed(self, flat: Tensor) -> Tensor:
-        """Returns the part in the bucket, in the wire's type."""
+        """Returns the part as a view of the bucket `flat` (uint8), in the wire's type and the part's shape."""
         return flat[self.region.offset : self.region.offset + self.nbytes].view(self.dtype).view(self.region.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes of the part on the wire: number of elements times the size of the wire's type."""
         return prod(self.region.shape) * self.dtype.itemsize
 
 
@@ -125,21 +125,24 @@ class BucketViews:
         return sum(boxes.table_bytes for boxes in {self._boxes, self._summed} if boxes is not None)
 
     def pack(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies parameters into the bucket, except parts with FP8 conversion."""
+        """Copies the parts from the parameters into the bucket `flat`, converted to the wire's type; except parts with
+        FP8 conversion, which `quantise` writes."""
         if self._boxes is not None:
             self._boxes.pack(params, flat)
         for view in self.copies:
             view.packed(flat).copy_(view.local(params))
 
     def unpack(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies the bucket into parameters, except parts with FP8 conversion."""
+        """Copies the parts from the bucket `flat` into the parameters, converted to the parameter's type; except parts
+        with FP8 conversion, which `dequantise` writes."""
         if self._boxes is not None:
             self._boxes.unpack(params, flat)
         for view in self.copies:
             view.local(params).copy_(view.packed(flat))
 
     def quantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Quantises parameters to E4M3 in the bucket."""
+        """Writes the parts with FP8 conversion into the bucket `flat` as E4M3, quantised with the scales among
+        `params`. `pack` copies all other parts."""
         for view in self.conversions:
             packed, local = view.packed(flat), view.local(params)
             for rows, scale, row, column in _strips(view, params):

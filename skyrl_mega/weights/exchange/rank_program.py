@@ -44,6 +44,7 @@ class RankBucket:
     """A bucket handled by this process."""
 
     number: int
+    """Index of the bucket among all buckets of the plan."""
     source: int
     """Number of the packing process."""
     packed: bool
@@ -57,6 +58,7 @@ class RankBucket:
     nbytes: int
     """Bytes of the parts, with padding."""
     parts: int
+    """Number of parts."""
     unpacked: bool
     """True if this process wants the bucket."""
     device_peers: tuple[int, ...]
@@ -67,7 +69,7 @@ class RankBucket:
     """Number of target places in each target parameter."""
 
     def size(self, checksums: bool) -> int:
-        """Returns the size of the message in bytes."""
+        """Returns the size of the message in bytes: the parts with padding and, with `checksums`, 8 bytes per part."""
         return self.nbytes + (CHECKSUM_BYTES * self.parts if checksums else 0)
 
 
@@ -76,11 +78,15 @@ class ProgramStep:
     """The actions of this process in one round."""
 
     round: int
+    """Number of the round."""
     receive: RankBucket | None = None
+    """Bucket received in this round; None without any."""
     sender: int = -1
+    """Process that sends the received bucket; -1 without any."""
     send: RankBucket | None = None
     """Bucket packed here or forwarded. Without a receiver, the bucket is packed for this device only."""
     receiver: int = -1
+    """Process that the sent bucket goes to; -1 without a receiver."""
     new: list[RankBucket] = field(default_factory=list)
     """Buckets taking a buffer in this step."""
     finished: list[RankBucket] = field(default_factory=list)
@@ -112,6 +118,16 @@ def rank_program(
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
     A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order.
+
+    Args:
+        plan: All transfers.
+        wire: The types on the wire.
+        role: This process.
+        bucket_bytes: Maximum size of a bucket in bytes.
+        in_flight: Number of buffers of a process.
+        source_base: Process number of policy rank 0.
+        target_base: Process number of engine worker 0.
+        owners: Process → the device owner, the process that receives for all processes on the same device.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]

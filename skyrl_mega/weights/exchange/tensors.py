@@ -35,7 +35,16 @@ class BucketViewCache:
         self._cache: dict[int, tuple[BucketViews, list[Form]]] = {}
 
     def of(self, bucket: RankBucket, param: Param) -> tuple[BucketViews, list[Tensor]]:
-        """Returns a bucket's views and the parameters behind the views."""
+        """Returns a bucket's views and the parameters that the views refer to, in the views' order. The views are
+        cached as long as the parameters' types, shapes, strides and devices stay the same.
+
+        Args:
+            bucket: The bucket.
+            param: Returns the present parameter of a local name.
+
+        Raises:
+            ValueError: A tensor is FP8 at one end only, and the layout lacks scales, or the wire is not FP8.
+        """
         cached = self._cache.get(bucket.number)
         if cached is not None:
             params = [param(name) for name in cached[0].names]

@@ -50,8 +50,8 @@ class Wire:
 
 
 def quantised(names: Iterable[str]) -> frozenset[str]:
-    """Returns the linear weights of attention, experts and MLPs, as quantised in vLLM's and Hugging Face's block-FP8
-    models.
+    """Returns those of the tensor names that vLLM's and Hugging Face's block-FP8 models quantise: all linear weights of
+    attention, experts and MLPs, recognised by the end `_proj.weight`.
     """
     return frozenset(name for name in names if name.endswith("_proj.weight"))
 
@@ -71,12 +71,18 @@ def with_scales(layout: Layout, names: frozenset[str]) -> Layout:
 
 
 def scale_shapes(tensors: Mapping[str, tuple[int, ...]], names: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of the scale tensors of `names`."""
+    """Returns name → shape of the scale tensors of the tensors `names`: every size divided by the block size, rounded
+    up.
+
+    Args:
+        tensors: Shape of each tensor.
+        names: The quantised tensors; names not in `tensors` are ignored.
+    """
     return {name + SUFFIX: tuple(-(-n // BLOCK) for n in shape) for name, shape in tensors.items() if name in names}
 
 
 def scale_box(box: Box) -> Box:
-    """Returns the box of the blocks touched by a box."""
+    """Returns the box, in a scale tensor, of the scales of all blocks that a box of the weight touches."""
     low = tuple(a // BLOCK for a in box.start)
     return Box(low, tuple(-(-(a + n) // BLOCK) - b for a, n, b in zip(box.start, box.shape, low, strict=True)))
 
