@@ -63,7 +63,7 @@ class Channel:
 
     @property
     def polled(self) -> bool:
-        """True while the driver polls for requests (`set_polled`), so that the supervisor need not kill it."""
+        """True while the driver polls for requests (`set_polled`). A driver without polling is killed on a signal."""
         return bool(self._flags[_POLLING])
 
     def set_polled(self, heeded: bool) -> None:

@@ -30,7 +30,7 @@ Waiting = Callable[[Sequence[str]], None]
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call to an actor whose answer was not collected yet."""
+    """A started call to an actor, with the reference to its answer."""
 
     group: str
     """Name of the actor's group."""
@@ -248,8 +248,8 @@ class ActorGroup:
 
 
 def end_processes(location: Location) -> None:
-    """Kills the process group of an actor, on any node. Returns when all processes are gone, or after twice `END_S`
-    seconds. A lost node is no error."""
+    """Kills the process group of an actor, on any node. Returns when all processes are gone, or after at most twice
+    `END_S` seconds. A lost node is no error."""
     import ray
 
     if location.machine == machine():

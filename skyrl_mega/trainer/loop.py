@@ -64,6 +64,7 @@ def take_step(run: Run) -> None:
         GracefulStop: A graceful end was requested before training began, so that the step is abandoned, or during the
             rest of the step, which is complete.
         Stopped: An immediate end was requested.
+        CannotLearn, EngineDiffers: See `train`.
     """
     run.shutdown.raise_if_requested()
     step = run.next_step()

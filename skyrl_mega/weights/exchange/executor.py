@@ -46,7 +46,7 @@ class ExchangeReport:
     wire_s: float = 0.0
     """Waiting for messages and for processes sharing the device."""
     load_s: float = 0.0
-    """Copying buckets into parameters, and installing finished layers."""
+    """Copying buckets into parameters, and in an engine the end of the update (`finish_weight_update`)."""
     quantise_s: float = 0.0
     """Computing scales, quantising to FP8, and dequantising if the receiver stores another type."""
     checksum_s: float = 0.0

@@ -82,7 +82,11 @@ class Scales:
         self._common_indices = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *common_indices])).to(device)
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
-        """Fills the tables from the policy's present weights. A collective of all policy ranks.
+        """Computes the scales of the policy's present weights and writes them to `tables`. A collective of all policy
+        ranks if a block straddles ranks.
+
+        Args:
+            params: This rank's parameters by local name, with the scales of weights already in FP8.
 
         The existing scales of weights already in FP8 are used unchanged.
         """
@@ -104,7 +108,13 @@ class Scales:
 
 
 def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
-    """Returns, by tensor, the blocks [blocks, 2] shared by pieces with different boxes."""
+    """Returns tensor name → indices [blocks, 2] of the FP8 blocks of which several different pieces hold a part, so
+    that ranks must agree on their scales. Tensors without such a block are left out.
+
+    Args:
+        layout: The layout of the weights.
+        names: The tensors to examine.
+    """
     boxes: dict[str, dict[Box, None]] = {}
     for shard in layout.distinct[0]:
         for piece in shard.pieces:
@@ -115,9 +125,12 @@ def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
 
 
 def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:
-    """Returns the name of a tensor whose FP8 scales differ between local tensor and wire, or None.
+    """Returns the name of a tensor whose local tensor cannot be quantised in the wire's blocks, because a block is cut
+    among ranks, or a piece does not begin on a block of the local tensor; None without any.
 
-    Such a tensor's blocks are not the local tensor's blocks, or are cut among ranks.
+    Args:
+        layout: The layout of the weights.
+        names: The tensors to examine.
     """
     cut = next(iter(straddled(layout, names)), None)
     if cut is not None:

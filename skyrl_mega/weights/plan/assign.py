@@ -44,7 +44,12 @@ class Route:
 
 
 def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
-    """Returns routes delivering every part once to every wanting rank, sorted by source and receivers."""
+    """Returns routes that deliver every part once to every rank that wants the part, sorted by source and receivers.
+
+    Args:
+        demand: The parts, their holders and their receivers.
+        topology: Devices, nodes and NICs of the ranks.
+    """
     classes = _Classes(demand, topology)
     routes = _RouteBuilder(len(demand.parts))
     for k, receiver, source in classes.own_device():
@@ -219,7 +224,8 @@ def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> 
 
 
 def fill(load: Ints, amount: int) -> Ints:
-    """Distributes `amount` over `load`, lowest entries first, up to a common level. Exact, in whole numbers."""
+    """Returns what to add to each entry of `load`, `amount` in sum: the lowest entries are raised to a common level.
+    Exact, in whole numbers; `load` is unchanged."""
     order = np.argsort(load, kind="stable")
     ordered = load[order]
     count = np.arange(1, len(load) + 1)

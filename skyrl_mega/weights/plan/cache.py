@@ -31,13 +31,15 @@ log = logging.getLogger(__name__)
 
 
 def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str | None = None) -> Plan:
-    """Returns the plan for `key`, read from `folder`, or made and stored there.
+    """Returns the plan for `key`: read from a file in `folder`, or computed by `make` and written there.
 
     A damaged file, or a file of another version, key or digest, is logged and replaced. An unwritable folder is logged
     too.
 
     Args:
+        folder: Folder of cached plans; created if missing.
         key: All inputs of the plan (settings of both layouts, topology, wire), as JSON types.
+        make: Computes the plan.
         digest: The plan's digest, if known. A file from an older version of this code may contain another plan.
 
     Raises:

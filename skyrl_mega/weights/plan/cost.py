@@ -32,7 +32,8 @@ COMPILE_S = 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of an execution of a plan. A first receiver forwards to every other receiver itself."""
+    """The bytes that an execution of a plan moves, by link and by rank, and the predicted seconds. A first receiver
+    forwards to every other receiver itself."""
 
     topology: Topology
     nic_out: Ints
@@ -64,7 +65,8 @@ class Cost:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the busiest link, by kind of link."""
+        """Kind of link (`nic_out`, `nic_in`, `fabric_out`, `fabric_in`, `device`) → seconds of the busiest link of that
+        kind: its bytes over its speed."""
         links = self.topology.links
         kinds = {
             "nic_out": (self.nic_out, links.nic_gb_s),
@@ -77,7 +79,8 @@ class Cost:
 
     @property
     def predicted(self) -> float:
-        """Seconds of the busiest link: the time if all links work at once at full speed."""
+        """Predicted seconds of the transfer: the largest entry of `seconds`, as if all links worked at once at full
+        speed."""
         return max(self.seconds.values())
 
 
@@ -88,14 +91,16 @@ class HostTime:
     first: float
     """Seconds of a first sync, including locating every part and compiling kernels."""
     later: float
+    """Seconds of a later sync without checksums."""
     checksums: float
     """Seconds of a later sync with checksums."""
 
 
 def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
-    """Estimates the Python time of a sync on GPUs.
+    """Estimates the host's seconds for a sync on GPUs: Python, launches and, in the first sync, compilation.
 
     Args:
+        plan: The plan.
         bucket_bytes: Maximum size of a message.
     """
     parts, nbytes = np.zeros((2, plan.sources + plan.targets), np.int64)
@@ -110,7 +115,7 @@ def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
 
 
 def cost(plan: Plan) -> Cost:
-    """Returns the bytes moved by a plan, by link and by rank."""
+    """Computes the bytes that an execution of a plan moves, by link and by rank, and the lower bound of its time."""
     t = plan.topology
     source_device, target_device = np.array(t.sources), np.array(t.targets)
     size = plan.route_bytes
@@ -149,7 +154,8 @@ def imbalance(carried: Ints) -> float:
 
 
 def lower_bound(demand: TransferClasses, topology: Topology) -> float:
-    """Returns a lower bound in seconds for any plan over these links, all working at once.
+    """Returns a lower bound, in seconds, of the transfer time of any plan for this demand over these links, all working
+    at once.
 
     - A node must receive once everything wanted but not held by the node's ranks, over the wanting ranks' NICs; data
       for only some NICs must fit through these.

@@ -20,14 +20,17 @@ class EnginesLayout:
     """The engines' parallel layout."""
 
     count: int
+    """Number of engines."""
     tensor: int = 1
+    """Tensor parallel size of an engine."""
     data: int = 1
     """Attention replicas within an engine; experts are distributed over all workers of the engine."""
     expert_parallel: bool = False
+    """True if each worker holds whole experts, False if each holds a slice of every expert."""
 
     @property
     def workers(self) -> int:
-        """Number of workers per engine."""
+        """Number of workers per engine: tensor · data."""
         return self.tensor * self.data
 
 
@@ -36,13 +39,17 @@ class Endpoints:
     """The layouts and devices of both ends of a sync."""
 
     parallel: ParallelDims
+    """Parallel sizes of the policy."""
     policy: Layout
+    """The boxes of each policy rank."""
     engines: Layout
     """Workers of engine 0, then of engine 1, …"""
     topology: Topology
+    """Devices of policy ranks and engine workers."""
 
     def only(self, engines: Sequence[int], workers: int) -> Endpoints:
-        """Returns the endpoints with only these engines, of `workers` workers each; devices stay the same."""
+        """Returns the endpoints with only the engines of these numbers, of `workers` workers each, in the given order;
+        devices stay the same."""
         targets = [engine * workers + worker for engine in engines for worker in range(workers)]
         return replace(
             self,
@@ -54,10 +61,13 @@ class Endpoints:
 def lay_out(
     hf: Mapping[str, Any], parallel: ParallelDims, spec: Spec, engines: EnginesLayout, topology: Topology
 ) -> Endpoints:
-    """Returns both ends for the model with the config.json `hf`.
+    """Computes the layouts of policy and engines and returns both ends of a sync.
 
     Args:
+        hf: The model's config.json.
+        parallel: Parallel sizes of the policy.
         spec: The policy's layer spec, the source of parameter names.
+        engines: Parallel layout of the engines.
         topology: Devices of policy ranks and engine workers.
 
     Raises:

@@ -29,10 +29,12 @@ SLAB_ROWS = 128
 
 
 class Place(NamedTuple):
-    """A part's position in a local parameter. `offset` is as in `Piece`; the part fills the last dimensions."""
+    """A part's position in a local parameter."""
 
     param: str
+    """Local name of the parameter."""
     offset: tuple[int, ...]
+    """Start of the part in each dimension of the parameter, as in `Piece`; the part fills the last dimensions."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,17 @@ class TransferTable:
         return len(self.tensor)
 
     def name(self, part: int) -> str:
-        """Returns the tensor name of a part. Slow in a loop; use `list(parts.tensors)` there."""
+        """Returns the name of the tensor that the part with this index belongs to. Slow in a loop; use
+        `list(parts.tensors)` there."""
         return list(self.tensors)[self.tensor[part]]
 
     def box(self, part: int) -> Box:
-        """Returns a part as a box of the global tensor."""
+        """Returns the part with this index as a box of its global tensor."""
         axes = len(self.tensors[self.name(part)])
         return Box(tuple(self.start[part, :axes].tolist()), tuple(self.shape[part, :axes].tolist()))
 
     def boxes(self, wanted: Ints) -> list[tuple[str, Box]]:
-        """Returns tensor name and box of each part in `wanted`."""
+        """Returns the tensor name and the box of each part whose index is in `wanted`, in that order."""
         names, shapes = list(self.tensors), list(self.tensors.values())
         named_boxes = []
         rows = (self.tensor[wanted].tolist(), self.start[wanted].tolist(), self.shape[wanted].tolist())
@@ -73,7 +76,8 @@ class TransferTable:
         return named_boxes
 
     def locate(self, shard: Shard, wanted: Ints) -> list[list[Place]]:
-        """Returns the places of each part in `wanted` within a shard: every piece containing the part, in shard order.
+        """Returns, for each part whose index is in `wanted`, its places in the local parameters of a shard: one for
+        every piece containing the part, in shard order.
 
         Each call tabulates the shard, so a single call for all parts of a process is far cheaper than a call per
         route.
@@ -179,7 +183,7 @@ def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int
 
 
 def unique_rows(rows: NDArray[Scalar]) -> tuple[NDArray[Scalar], Ints]:
-    """Returns the distinct rows in lexicographic order, and the index of every row in the result."""
+    """Returns the distinct rows in lexicographic order, and for every given row the index of its equal among these."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     new = np.ones(len(rows), bool)

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def parts(self) -> TransferTable:
-        """Parts to move."""
+        """Table of the parts to move: tensor, box and bytes of each."""
         return self.demand.parts
 
     @property
@@ -75,7 +75,7 @@ class Plan:
 
     @cached_property
     def route_bytes(self) -> Ints:
-        """Bytes of each route's parts, [routes]."""
+        """Bytes of each route's parts, counted once whatever the number of receivers, [routes]."""
         return np.array([self.parts.nbytes[route.parts].sum() for route in self.routes], np.int64)
 
     def from_source(self, rank: int) -> list[Route]:
@@ -107,7 +107,7 @@ class Plan:
 def plan(
     source: Layout, target: Layout, topology: Topology | None = None, itemsize: int | Callable[[str], int] = 2
 ) -> Plan:
-    """Plans the delivery of every element of every target piece, once, from a source rank holding the element.
+    """Returns a plan that delivers every element of every target piece, once, from a source rank holding the element.
 
     Args:
         source: Layout of the holders.

@@ -17,8 +17,13 @@ MAX_NODES = 40
 
 
 def identity(plan: Plan, wire: str) -> dict[str, Any]:
-    """Returns the values for comparing two runs' plans: digest, types on the wire, largest number of bytes received by
-    a rank, and the devices of both ends."""
+    """Returns the values for comparing two runs' plans: `digest`, `wire`, `bytes_in_max` (largest number of bytes
+    received by an engine worker), and `devices` of both ends.
+
+    Args:
+        plan: The plan.
+        wire: User-facing description of the wire's types (`sync_plan.wire_text`).
+    """
     return {
         "digest": plan.digest,
         "wire": wire,

@@ -48,7 +48,14 @@ class SyncInputs:
 
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
-        """Returns the inputs for these settings and devices. An undecided device counts as CUDA."""
+        """Returns the inputs for the settings and the devices of all processes, with all engines as members. With
+        `cluster.device: auto` the policy's layer spec is that of CUDA.
+
+        Args:
+            config: The settings.
+            hf: The model's config.json.
+            placement: Device of every process.
+        """
         topology = Topology.from_placement(placement, Links.from_config(config.cluster))
         return cls(
             hf=dict(hf),
@@ -65,7 +72,7 @@ class SyncInputs:
 
     @property
     def workers(self) -> int:
-        """Number of workers per engine."""
+        """Number of workers per engine: tensor · data."""
         return EnginesLayout(**self.engines).workers
 
     @property
@@ -89,15 +96,20 @@ class SyncInputs:
         return Endpoints(ends.parallel, policy, engines, ends.topology), wire
 
     def plan(self) -> Plan:
-        """Returns the transfer plan from policy to engines."""
+        """Computes the transfer plan from policy to engines; takes seconds for a large model (`cache.cached_plan`).
+
+        Raises:
+            UserError: The model cannot be split into a layout.
+        """
         ends, wire = self.endpoints()
         return plan(ends.policy, ends.engines, ends.topology, itemsize=wire.itemsize)
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """Returns the plan of a sync with all engines.
+    """Computes the plan of a sync with all engines.
 
     Args:
+        config: The settings.
         hf: The model's config.json.
         placement: Devices of all processes; None means `plan_placement(config)`.
 
@@ -124,7 +136,7 @@ def wire_of(
 def copy_bytes(
     dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]], float32: frozenset[str] = frozenset()
 ) -> int:
-    """Returns the bytes of a copy of the model on the wire, scales included.
+    """Returns the bytes of a whole copy of the model in the types of the wire, scales included.
 
     Args:
         dtype: `model.dtype`, the type of all tensors not quantised.
@@ -138,7 +150,7 @@ def copy_bytes(
 
 
 def wire_text(config: Config) -> str:
-    """Returns a user-facing description of the wire's types."""
+    """Returns a user-facing description of the types on the wire: `model.dtype`, or a sentence about FP8."""
     if config.weights.wire != "fp8":
         return config.model.dtype
     return f"FP8 linear weights with float32 scales, the others {config.model.dtype}"

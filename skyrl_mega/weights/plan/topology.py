@@ -37,7 +37,8 @@ class Links:
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Links:
-        """Returns the nodes' hardware in the `cluster` settings."""
+        """Returns the hardware of a node by the settings `cluster.gpus_per_node` and `cluster.topology`; as many NICs
+        as GPUs unless set."""
         settings = cluster.topology
         return cls(
             gpus_per_node=cluster.gpus_per_node,
@@ -53,17 +54,22 @@ class Topology:
     """The devices of all source ranks and target ranks."""
 
     sources: tuple[int, ...]
+    """Device of each source rank."""
     targets: tuple[int, ...]
+    """Device of each target rank."""
     links: Links = field(default_factory=Links)
+    """Hardware of the nodes."""
 
     @classmethod
     def from_placement(cls, placement: RunPlacement, links: Links) -> Topology:
-        """Returns the devices of a run's policy ranks and engine workers."""
+        """Returns the topology with a run's policy ranks as sources and engine workers as targets. The placement gives
+        the number of devices per node."""
         return cls(placement.policy, placement.engines, replace(links, gpus_per_node=placement.per_node))
 
     @classmethod
     def separate(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
-        """Returns a device per rank, source ranks first, for layouts without a run's settings.
+        """Returns a topology with a device of its own for each rank, source ranks first, for layouts without a run's
+        settings.
 
         Target ranks form engines of `engine` ranks; an engine small enough for a node never straddles two.
         """
@@ -71,35 +77,36 @@ class Topology:
 
     @classmethod
     def shared(cls, sources: int, targets: int, links: Links = Links()) -> Topology:
-        """Returns shared devices: source rank r and target rank r are on device r."""
+        """Returns a topology with source rank r and target rank r on device r."""
         return cls(tuple(range(sources)), tuple(range(targets)), links)
 
     @classmethod
     def one_node(cls, sources: int, targets: int) -> Topology:
-        """Returns a device per rank, all in one node, source ranks first."""
+        """Returns a topology with a device of its own for each rank, all in one node, source ranks first."""
         return cls.separate(sources, targets, Links(gpus_per_node=sources + targets, nics_per_node=1))
 
     @property
     def nodes(self) -> int:
-        """Number of nodes up to the last device used."""
+        """Number of nodes up to the node of the highest device used."""
         return max((*self.sources, *self.targets)) // self.links.gpus_per_node + 1
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes."""
+        """Number of devices of all nodes, used or not: nodes · gpus_per_node."""
         return self.nodes * self.links.gpus_per_node
 
     @property
     def nics(self) -> int:
-        """Number of NICs of all nodes."""
+        """Number of NICs of all nodes: nodes · nics_per_node."""
         return self.nodes * self.links.nics_per_node
 
     def node(self, devices: Ints) -> Ints:
-        """Returns the node of each device."""
+        """Returns the number of the node of each device: device // gpus_per_node."""
         return devices // self.links.gpus_per_node
 
     def nic(self, devices: Ints) -> Ints:
-        """Returns the NIC of each device, counted over all nodes."""
+        """Returns the number of the NIC that serves each device, counted over all nodes: NIC i of node n is n ·
+        nics_per_node + i."""
         node, gpu = np.divmod(devices, self.links.gpus_per_node)
         return node * self.links.nics_per_node + gpu * self.links.nics_per_node // self.links.gpus_per_node
 

@@ -66,7 +66,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """True if no time is left for a wait."""
+        """True if no time is left for a wait, though some is left to learn which process failed."""
         return time.monotonic() >= self._waits_end - TOLERANCE_S
 
 
@@ -77,6 +77,7 @@ class Message:
     tensor: Tensor
     """Contiguous; must not be touched before `wait`."""
     peer: int
+    """Number of the other process, as `Transport.rank`."""
     what: str
     """Description for errors."""
 
@@ -88,8 +89,11 @@ class Transport:
     group: Any
     """The process group; None for a device peer, and after closing."""
     rank: int
+    """Number of this process."""
     size: int
+    """Number of processes."""
     names: tuple[str, ...]
+    """Name of each process in errors."""
     device: torch.device
     """Device of the message buffers."""
     timeout_s: float
@@ -200,12 +204,13 @@ class Transport:
         )
 
     def give_up(self, what: str) -> None:
-        """Leaves the group because of a local error; the errors of peers name this process and `what`."""
+        """Leaves the group because of an error in this process. Peers stop waiting; their errors name this process and
+        `what`, the tensors under way."""
         self._report_lost(self.rank, what, False)
         self.close()
 
     def close(self) -> None:
-        """Leaves the group; waiting peers notice at once."""
+        """Leaves the group; waiting peers notice at once. Closing twice is harmless."""
         if self.group is not None and self.on_streams:
             self.group.abort()
         # Gloo's sockets, with unfinished messages, close when nothing refers to the group any more.
@@ -214,7 +219,8 @@ class Transport:
 
     @property
     def broken(self) -> bool:
-        """True if a process left the group; on CUDA streams a message to such a process never ends."""
+        """True if a process has reported at the store that it left after a failure; on CUDA streams a message to such a
+        process never ends."""
         return self.store is not None and bool(self.store.check(["lost/any"]))
 
     def _report_lost(self, peer: int, what: str, timed_out: bool) -> None:
@@ -253,12 +259,18 @@ class Transport:
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
-    """Cancels `group`: every process still waiting in `join` fails with `cause`."""
+    """Cancels the group called `group`: every process that still waits in `join` raises TransportError with `cause`."""
     PrefixStore(group, store).set(CALLED_OFF, cause)
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """Opens the store where processes meet, on a free port of the local address `host`; `.port` tells the port."""
+    """Opens the store where processes meet, on a free port of the local address `host`, and returns it; `.port` is the
+    port. The store ends with the returned object.
+
+    Args:
+        host: Address of this machine.
+        timeout_s: Seconds until an operation of the store must be complete.
+    """
     listener = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
     port = listener.getsockname()[1]
     return TCPStore(
@@ -333,7 +345,13 @@ def join(
 
 
 def default_group(timeout_s: float, device: torch.device) -> Transport:
-    """Returns torch's default group as a transport, for transfers among the policy's ranks."""
+    """Returns torch's default group as a transport, for transfers among the policy's ranks. Closing the transport
+    leaves no store report, as there is no store.
+
+    Args:
+        timeout_s: Seconds allowed for a run of an exchange.
+        device: Device of the message buffers.
+    """
     size = dist.get_world_size()
     names = tuple(f"rank {r}" for r in range(size))
     world: Any = dist.group.WORLD

@@ -41,9 +41,11 @@ SLOT_ALIGNMENT = 256
 
 
 def device_owners(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
-    """Returns the device owner of every process: the first process on the device, policy ranks before engine workers.
+    """Returns process → device owner for all processes: the first process on the device, policy ranks before engine
+    workers. A process alone on a device owns the device.
 
     Args:
+        topology: Devices of the ranks.
         source_base, target_base: Process numbers of source rank 0 and target rank 0; a process may be both.
 
     Raises:
@@ -104,7 +106,7 @@ class PeerChannel:
         return self._transport.failed(self._peer, what, failure, timed_out=deadline.passed, deadline=deadline)
 
     def close(self) -> None:
-        """Ends the connection; the other end notices at once."""
+        """Closes the connection; the other end notices at once."""
         self._connection.close()
 
 
@@ -162,7 +164,7 @@ class ToOwner(PeerChannel):
         """The owner's buffers, uint8."""
 
     def close(self) -> None:
-        """Ends the connection and releases the owner's memory."""
+        """Closes the connection and releases this process's access to the owner's buffers."""
         super().close()
         self.buffers = torch.empty(0, dtype=torch.uint8)
 
@@ -197,7 +199,7 @@ class ToOwner(PeerChannel):
         return int(at)
 
     def read(self, bucket: int, what: str, deadline: Deadline) -> None:
-        """Confirms to the owner that the bucket with this number was read.
+        """Confirms to the owner that this process has read the bucket with this number, so that the buffer is free.
 
         Args:
             bucket: Number of the bucket.
@@ -233,7 +235,7 @@ class SharedBuffers:
             self.flat = torch.empty(total, dtype=torch.uint8, device=device)
 
     def slot(self, number: int) -> Tensor:
-        """Returns buffer `number`."""
+        """Returns buffer `number` as a view of `flat`, uint8 [size]."""
         return self.flat[number * self.size : (number + 1) * self.size]
 
     def handle(self) -> bytes:
@@ -245,7 +247,7 @@ class SharedBuffers:
         return json.dumps([at, self.flat.numel(), *(f.hex() if isinstance(f, bytes) else f for f in fields)]).encode()
 
     def close(self) -> None:
-        """Frees the memory; device peers keep access until release."""
+        """Frees this process's access to the memory; device peers keep access until they release it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -291,9 +293,18 @@ def _from_handle(fields: list[Any], device: torch.device) -> Tensor:
 def connect(
     transport: Transport, owners: dict[int, int], buffers: SharedBuffers
 ) -> tuple[dict[int, ToPeer], ToOwner | None]:
-    """Connects this process with device peers, giving access to `buffers`, or with the device owner.
+    """Connects this process with the other processes on its device: an owner with its peers, which get access to
+    `buffers`, or a peer with its owner.
 
     A collective of all processes of a device.
+
+    Args:
+        transport: The joined group.
+        owners: Result of `device_owners`.
+        buffers: The buffers of this process, shared if it owns a device.
+
+    Returns:
+        Process → connection to the device peer, {} without peers; and the connection to the owner, None for an owner.
 
     Raises:
         TransportError: A process of the device did not connect in time.
