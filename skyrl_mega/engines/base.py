@@ -57,7 +57,7 @@ class Request:
 
     @property
     def trajectory(self) -> str:
-        """Name of the turn's trajectory: `id` without the last `/` and what follows."""
+        """Name of the turn's trajectory: the part of `id` before the last `/`."""
         return self.id.rpartition("/")[0]
 
 
@@ -113,7 +113,7 @@ class Engine(Protocol):
         """
 
     async def forget(self) -> None:
-        """Drops the cached prefixes of earlier requests, so that later requests compute all of their tokens."""
+        """Drops the cached prefixes of earlier requests; later requests compute all of their tokens."""
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Connects every worker to the process group of weight transfers.
@@ -186,7 +186,7 @@ class Engine(Protocol):
         """
 
     async def probe(self) -> None:
-        """Returns once every worker has answered a call: a check that none hangs."""
+        """Waits for an answer of every worker, as a check for hanging workers."""
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such

@@ -9,7 +9,7 @@ from skyrl_mega.launch import GOES_ON
 
 
 def sandboxes_left() -> None:
-    """Removes the folders of sandboxed programs that a killed driver left in the system's temporary folder."""
+    """Removes the folders of sandboxed programs left by a killed driver in the system's temporary folder."""
     from skyrl_mega.envs.sandbox import folders
 
     folders.sweep(tempfile.gettempdir())

@@ -31,7 +31,7 @@ class ServiceLoop(Loop, Protocol):
         """Starts a coroutine in the loop without waiting, and returns a handle of the task."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Has the loop's thread call the function soon; does not wait."""
+        """Schedules a call of the function in the loop's thread; does not wait."""
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
         """Blocks the calling thread until `ready()` is true or `seconds` are over."""
@@ -57,8 +57,8 @@ class EventLoop:
         self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine to its end and returns the result. Tasks that the coroutine left running are cancelled and
-        have ended on return."""
+        """Runs a coroutine to its end and returns the result. Other tasks left running are cancelled and have ended on
+        return."""
         return self._runner.run(_alone(work))
 
 
@@ -105,7 +105,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Has the loop's thread call the function soon; does not wait."""
+        """Schedules a call of the function in the loop's thread; does not wait."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:

@@ -80,7 +80,7 @@ class RolloutService:
 
     @property
     def served(self) -> bool:
-        """True if at least one engine accepts requests. Engines that wait for a weight sync do not count."""
+        """True if at least one engine accepts requests; engines waiting for a weight sync do not count."""
         return bool({*self.fleet.serving} - self.player.router.awaiting_sync)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
@@ -125,8 +125,8 @@ class RolloutService:
         journal.write(journal.file_of(folder, "driver"), turns)  # in this thread: the loop is busy with trajectories
 
     def so_far(self) -> list[Ticket]:
-        """Returns copies of the tickets of unfinished groups, with the samples finished so far in `played`; without
-        samples that ended with an infrastructure fault."""
+        """Returns copies of the tickets of unfinished groups, with the samples finished so far in `played`; samples
+        with an infrastructure fault are left out."""
         return [
             replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _is_kept(t)})
             for number, ticket in self.under_way.items()

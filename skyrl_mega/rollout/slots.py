@@ -24,7 +24,7 @@ class SlotUse:
     """Highest number of slots in use since the last `read`."""
 
     def change(self, by: int) -> None:
-        """Adds `by`, which may be negative, to the number of slots in use."""
+        """Adds `by`, possibly negative, to the number of slots in use."""
         self.now += by
         self.most = max(self.most, self.now)
 
@@ -56,7 +56,7 @@ class Slots:
         """Waits until a slot is free and holds the slot inside the `async with` block.
 
         Args:
-            who: The user that the slot counts for, such as a player.
+            who: The user of the slot, such as a player.
         """
         if self.most is not None and self.taken.total() >= self.most:
             await self._wait(who)  # `_give_back` took the slot for us

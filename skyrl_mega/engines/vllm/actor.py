@@ -443,7 +443,7 @@ class VllmEngine:
             await self._resume_if_ready()
 
     async def probe(self) -> None:
-        """Returns once every worker has answered a call: a check that none hangs.
+        """Waits for an answer of every worker, as a check for hanging workers.
 
         Raises:
             EngineDied: vLLM's process is gone.

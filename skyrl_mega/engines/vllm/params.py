@@ -208,7 +208,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
 
     def close(self) -> list[str]:
         """Ends the update and computes derived tensors again. After `open(check=True)` changes nothing and returns the
-        names of parameters and derived tensors that differ from the live data; else returns [].
+        names of parameters and derived tensors unlike the live data; else returns [].
 
         Raises:
             RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.

@@ -42,7 +42,7 @@ class EngineSpec:
     dequantised: bool = False
     """True if the directory is in block FP8, and the engine computes with the dequantised weights."""
     seed: int = 0
-    """vLLM's global seed; every request has its own in addition."""
+    """vLLM's global seed, in addition to the seed of every request."""
     routes: bool = False
     """True if completions contain the experts of every token (`engines.vllm.routes`)."""
     updated_under_way: bool = False

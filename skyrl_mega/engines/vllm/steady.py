@@ -135,7 +135,7 @@ class SteadyBatch:
         return [self.requests[i] for i, computed in enumerate(self.computed) if computed % block_size in ends]
 
     def complete(self, scheduled: SchedulerOutput) -> None:
-        """Adds the requests that are not due to vLLM's schedule of the requests that are (`due`), a token each. Changes
+        """Adds the other requests of the batch, a token each, to vLLM's schedule of the due requests (`due`). Changes
         the schedule and the requests in place."""
         due = scheduled.scheduled_cached_reqs
         blocks = dict(zip(due.req_ids, due.new_block_ids, strict=True))

@@ -13,8 +13,8 @@ class VerifiedTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> Any:
-        """Returns the tokenizer of the directory `path`, as `hf_checkpoint.tokenizer.load` verifies it, with the
-        attributes that vLLM caches. Ignores `options`."""
+        """Returns the tokenizer of the directory `path`, verified by `hf_checkpoint.tokenizer.load`, with vLLM's cached
+        attributes. Ignores `options`."""
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         return get_cached_tokenizer(load(Path(path), "model.path"))

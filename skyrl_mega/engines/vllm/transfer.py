@@ -97,10 +97,10 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
-        """Installs layers that received their weights only in part, if they allow that, and computes derived tensors.
+        """Installs the layers with a part of their weights received, if permitted, and computes derived tensors.
 
         Raises:
-            RuntimeError: A layer that needs all of its weights did not receive all.
+            RuntimeError: A layer needs all of its weights and did not receive all.
         """
         start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()

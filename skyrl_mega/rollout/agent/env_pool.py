@@ -57,8 +57,8 @@ class Call:
         return value, error
 
     def give_up(self) -> bool:
-        """Marks the call as abandoned, cancels a coroutine that it waits for, and returns True. Returns False and does
-        nothing if the function has already returned. The thread itself is not stopped."""
+        """Marks the call as abandoned, cancels the function's coroutine, if any, and returns True. Returns False and
+        does nothing if the function has already returned. The thread itself is not stopped."""
         with self._lock:
             self.given_up = self.end is None
         if self.given_up:
@@ -66,13 +66,13 @@ class Call:
         return self.given_up
 
     def seconds(self) -> float:
-        """Returns the seconds that the function has run so far, or ran in total; 0 before the start."""
+        """Returns the running time of the function in seconds, until now or until the return; 0 before the start."""
         if self.start is None:
             return 0.0
         return (self.end or time.perf_counter()) - self.start
 
     def working(self) -> float:
-        """Returns `seconds()` without the seconds that the function waited for shared resources."""
+        """Returns `seconds()` minus the function's waits for shared resources."""
         return self.seconds() - self._clock.waited()
 
 
@@ -143,7 +143,7 @@ class EnvPool:
 
 
 class Abandoned(Exception):
-    """A call of an environment exceeded its time limit; its thread may still run."""
+    """A call of an environment exceeded the time limit; the thread may still run."""
 
 
 class Raised(Exception):

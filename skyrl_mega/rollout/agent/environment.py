@@ -115,8 +115,8 @@ class Environment:
         return await self._call("step", validate.step, self._made[0], answer, reward_weights)
 
     async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
-        """Asks the environment to grade a trajectory that ran out of time. Returns None if the environment has no such
-        method or gives no grade."""
+        """Asks the environment to grade a trajectory after the time limit. Returns None without such a method in the
+        environment, or without a grade."""
         return await self._call("out_of_time", validate.out_of_time, self._made[0], reward_weights)
 
     async def close(self) -> None:

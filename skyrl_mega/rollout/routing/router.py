@@ -56,7 +56,7 @@ class QueuedRequest:
 
 @dataclass(eq=False)
 class EngineLoad:
-    """The number and the tokens of the requests that an engine works on."""
+    """The number and the tokens of an engine's requests in progress."""
 
     room: float
     """Most tokens given to the engine at once."""
@@ -101,7 +101,7 @@ class Engines(Protocol):
         """Ranks of engines that accept requests."""
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes a failed engine out of service and has it restarted.
+        """Takes a failed engine out of service and requests a restart.
 
         Raises:
             ActorFailed: The restart budget is used up.
@@ -223,11 +223,11 @@ class Router:
 
     def expect(self, trajectories: int) -> None:
         """Announces trajectories about to send requests. In lockstep, requests leave only once each of these
-        trajectories has sent a request or has ended."""
+        trajectories sent a request or ended."""
         self.running += trajectories
 
     def leave(self) -> None:
-        """Reports that one of the trajectories announced by `expect` has ended."""
+        """Reports the end of a trajectory announced by `expect`."""
         self.running -= 1
         self._schedule()
 

@@ -82,18 +82,18 @@ class WorkerLink:
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Raises the error in all tasks that wait for trajectories on this worker, and forgets these trajectories."""
+        """Raises the error in all tasks waiting for trajectories on this worker, and forgets these trajectories."""
         for answer in self.waiting.values():
             _raise(answer, error)
         self.waiting.clear()
 
     def received(self) -> set[int]:
-        """Returns the keys of the jobs in progress that were sent to the worker; empty until the worker knows the
+        """Returns the keys of the jobs in progress already sent to the worker; empty until the worker knows the
         session."""
         return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
 
     def report_crash(self, cause: str) -> None:
-        """Raises the worker's crash in all tasks that wait for trajectories on this worker; the tasks choose another
+        """Raises the worker's crash in all tasks waiting for trajectories on this worker; the tasks choose another
         worker."""
         received = self.received()
         for key, answer in self.waiting.items():
@@ -197,14 +197,14 @@ class WorkerClient:
         """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def close(self) -> None:
-        """Starts to end the session at every worker, which abandons all trajectories in progress. Does not wait."""
+        """Starts to end the session at every worker, and so abandons all trajectories in progress. Does not wait."""
         for link in self.links.values():
             assert link.listening is not None
             link.listening.cancel()  # `_listen` then ends the session at the worker
 
     def rejoin(self) -> None:
-        """Sends the workers the engines that serve after a weight sync, without waiting; requests to these engines are
-        accepted again."""
+        """Sends the list of serving engines to the workers after a weight sync, without waiting; requests to these
+        engines are accepted again."""
         self.syncs += 1
         self.awaiting_sync.clear()
         for link in self.links.values():
@@ -212,7 +212,7 @@ class WorkerClient:
                 link.actor.rejoin.remote(self.name, self._engines())
 
     def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns by trajectory; `play` sends a trajectory's turns to the worker, which reuses them."""
+        """Stores recorded turns by trajectory; `play` sends a trajectory's turns to the worker for reuse."""
         for turn in recorded:
             self._recorded.setdefault(turn.trajectory, []).append(turn)
 

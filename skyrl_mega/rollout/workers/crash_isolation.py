@@ -27,7 +27,7 @@ from typing import Any
 from skyrl_mega.envs.prompt import Prompt
 
 COMPANY_CRASHES = 2
-"""Crashes after which a trajectory is quarantined."""
+"""Number of crashes leading to quarantine."""
 TOGETHER = {2: 32, 3: 6}
 """Crashes of a quarantined trajectory → most trajectories on its worker. After more crashes it runs alone."""
 ALONE_CRASHES, ALONE_CRASHES_SIBLING = 3, 2
@@ -62,7 +62,8 @@ class CrashHistory:
 
     @property
     def failed(self) -> bool:
-        """True if the trajectory crashed workers so often while it ran alone that it is not retried any more."""
+        """True if the trajectory is not retried any more, after too many crashes while running alone
+        (`ALONE_CRASHES`)."""
         return self.alone >= (ALONE_CRASHES_SIBLING if self.sibling_failed else ALONE_CRASHES)
 
     def record(self, worker: Any) -> None:

@@ -71,7 +71,7 @@ class Workers(SupervisedGroup):
             return None
 
     def cancel_wait(self, trajectory: CrashHistory) -> None:
-        """Removes a trajectory from the quarantined trajectories that wait for a worker, if it is one."""
+        """Removes a trajectory, if present, from the quarantined trajectories waiting for a worker."""
         with self._lock:
             self._waiting.discard(trajectory)
 

@@ -70,7 +70,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """An abandoned trajectory whose environment is closed."""
+    """An abandoned trajectory, with the environment closed."""
 
     key: int
     """`TrajectoryJob.key`."""

@@ -161,7 +161,7 @@ class RolloutWorker:
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> ActivityReport:
-        """Ends a session, if it has not ended: cancels all trajectories and waits until the environments are closed.
+        """Ends a session, if not ended before: cancels all trajectories and waits until the environments are closed.
         Returns the timeline counts since the last `TimelineCounts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()

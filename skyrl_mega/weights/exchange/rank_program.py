@@ -117,17 +117,8 @@ def rank_program(
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
-    A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order.
-
-    Args:
-        plan: All transfers.
-        wire: The types on the wire.
-        role: This process.
-        bucket_bytes: Maximum size of a bucket in bytes.
-        in_flight: Number of buffers of a process.
-        source_base: Process number of policy rank 0.
-        target_base: Process number of engine worker 0.
-        owners: Process → the device owner, the process that receives for all processes on the same device.
+    A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order. `owners` is
+    the result of `ipc.device_owners`; `source_base` and `target_base` are the process numbers of source and target 0.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]

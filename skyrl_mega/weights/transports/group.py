@@ -345,8 +345,8 @@ def join(
 
 
 def default_group(timeout_s: float, device: torch.device) -> Transport:
-    """Returns torch's default group as a transport, for transfers among the policy's ranks. Closing the transport
-    leaves no store report, as there is no store.
+    """Returns torch's default group as a transport, for transfers among the policy's ranks. Without a store, the
+    errors of peers name only the process that they waited for.
 
     Args:
         timeout_s: Seconds allowed for a run of an exchange.
