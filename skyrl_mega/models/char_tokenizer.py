@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(path: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into the directory."""
+    """Writes the tokenizer, with chat template, into the directory `path`: tokenizer.json and tokenizer_config.json."""
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,

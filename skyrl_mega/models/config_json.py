@@ -70,10 +70,10 @@ def number(hf: Hf, key: str) -> float:
 
 
 def require(hf: Hf, key: str, allowed: Any) -> None:
-    """Checks that the value of `key` is `allowed`, null or absent.
+    """Checks that the value of `key` is `allowed` or null, or that the key is absent.
 
     Raises:
-        UserError: The value is another.
+        UserError: The key has another value.
     """
     if hf.get(key, allowed) not in (allowed, None):
         raise unsupported(hf, key, f"{allowed!r}")
@@ -83,7 +83,7 @@ def require_given(hf: Hf, key: str, needed: Any) -> None:
     """Checks that config.json contains `key` with the value `needed`, for keys with other defaults in vLLM.
 
     Raises:
-        UserError: The key is missing, or its value is another.
+        UserError: The key is missing, or has another value.
     """
     if key not in hf:
         raise UserError(
@@ -96,7 +96,7 @@ def require_given(hf: Hf, key: str, needed: Any) -> None:
 
 
 def unsupported(hf: Hf, key: str, allowed: str) -> UserError:
-    """Returns the error for an unsupported value of `key`.
+    """Returns, without raising, the error for an unsupported value of `key`.
 
     Args:
         hf: Content of config.json.

@@ -35,7 +35,9 @@ class Decoder:
     """Index in `kinds` of each layer."""
     head: Head | ValueHeadBlock
     max_length: int
+    """Longest sequence in tokens (`max_position_embeddings`)."""
     norm_eps: float
+    """Epsilon of every RMSNorm."""
 
     def __hash__(self) -> int:
         """Hashes what differs between models; a hash of every block would cost more than most cached results."""
@@ -53,12 +55,12 @@ class Decoder:
 
     @property
     def vocab(self) -> int:
-        """Number of tokens, without padding."""
+        """Number of tokens of the vocabulary, without padding."""
         return self.embedding.vocab
 
     @property
     def tied(self) -> bool:
-        """True if the output projection is the embedding."""
+        """True if the output projection is the embedding; False for a critic."""
         return self.head.tied
 
     @cached_property
@@ -73,7 +75,8 @@ class Decoder:
 
     @cached_property
     def facts(self) -> dict[str, int]:
-        """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …), from the first block with each name."""
+        """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …). A size in several blocks is the first
+        block's."""
         sizes: dict[str, int] = {}
         for block in reversed(self.blocks):
             sizes |= block.facts()
@@ -81,17 +84,17 @@ class Decoder:
 
     @property
     def heads(self) -> int:
-        """Number of query heads; 0 for models without attention blocks."""
+        """Number of query heads of the first attention block; 0 without attention blocks."""
         return self.facts.get("heads", 0)
 
     @property
     def kv_heads(self) -> int:
-        """Number of key and value heads; 0 for models without attention blocks."""
+        """Number of key and value heads; 0 for latent attention, and without attention blocks."""
         return self.facts.get("kv_heads", 0)
 
     @property
     def head_dim(self) -> int:
-        """Width of a head; 0 for models without attention blocks."""
+        """Width of a head; 0 for latent attention, and without attention blocks."""
         return self.facts.get("head_dim", 0)
 
     @property
@@ -101,12 +104,12 @@ class Decoder:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """The routed experts; None for a dense model."""
+        """The first block of routed experts; None for a dense model."""
         return next((block for block in self.blocks if isinstance(block, Experts)), None)
 
     @cached_property
     def moe_layers(self) -> frozenset[int]:
-        """The layers (global) with routed experts."""
+        """Indices, counted from 0 over the whole model, of the layers with routed experts."""
         kinds = {n for n, kind in enumerate(self.kinds) if any(isinstance(block, Experts) for block in kind)}
         return frozenset(index for index, kind in enumerate(self.order) if kind in kinds)
 
@@ -116,7 +119,7 @@ class Decoder:
 
     @cached_property
     def float32_tensors(self) -> frozenset[str]:
-        """Names of the tensors that stay in float32 in a model of any dtype."""
+        """Hugging Face names of the tensors that stay in float32 in a model of any dtype."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
         return frozenset(name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
 
@@ -125,7 +128,12 @@ class Decoder:
         return index in self.moe_layers
 
     def layer_counts(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
-        """Returns every kind of layer among `layers` (None: all layers), with the number of layers of this kind."""
+        """Returns every kind of layer among `layers`, with the number of these layers of the kind, in the order of
+        `kinds`.
+
+        Args:
+            layers: Global indices; None for all layers of the model.
+        """
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(index)) for index, kind in enumerate(self.kinds) if index in kinds]
 
@@ -135,7 +143,7 @@ class Decoder:
         return replace(self, head=ValueHeadBlock.of(self.hidden))
 
     def of_one_layer(self, kind: Layer) -> Decoder:
-        """Returns the model with a single layer of this kind."""
+        """Returns a copy of the model with a single layer, of this kind."""
         return replace(self, kinds=(kind,), order=(0,))
 
 

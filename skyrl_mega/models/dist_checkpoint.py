@@ -28,7 +28,7 @@ def runs_to_write(
     owned: Mapping[str, Run],
     frozen: Mapping[str, Run],
 ) -> dict[str, Run]:
-    """Returns the run of each parameter for this rank to write.
+    """Returns parameter → the run of elements that this rank writes into a checkpoint, for `owned` and `frozen`.
 
     Args:
         decoder: The model.
@@ -36,7 +36,7 @@ def runs_to_write(
         rank: The rank in the layout.
         shard: The rank's shard (`megatron.shard`).
         owned: Parameter → the run trained by the distributed optimizer on this rank.
-        frozen: Untrained parameter → all elements.
+        frozen: Untrained parameter → the run of all its elements.
     """
     at = parallel.coordinates(rank)
     uncut = whole_params(decoder, shard) if parallel.tensor > 1 else set()
@@ -58,7 +58,7 @@ def runs_to_write(
 
 
 def whole_params(decoder: Decoder, shard: Shard) -> set[str]:
-    """Returns the parameters with whole tensors."""
+    """Returns the names of the shard's parameters that hold every element of their Hugging Face tensors."""
     tensors = huggingface.tensors(decoder)
     missing: dict[str, int] = dict.fromkeys(shard.params, 0)
     for piece in shard.pieces:

@@ -21,7 +21,7 @@ from skyrl_mega.parallel.box import Shard
 def check(
     decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Refuses engine sizes that vLLM cannot split this model into.
+    """Checks that vLLM can split this model over the workers of an engine.
 
     Args:
         decoder: The model.
@@ -31,7 +31,7 @@ def check(
         data: Data-parallel replicas inside the engine, over which experts are distributed.
 
     Raises:
-        UserError: Names `key`, the value and the allowed values.
+        UserError: vLLM cannot split the model so; names `key`, the value and the allowed values.
     """
     cut = EngineCut(tensor, expert_parallel, data)
     for block in decoder.parts:
@@ -46,13 +46,12 @@ def check(
 def check_blocks(
     decoder: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Refuses engine sizes that cut through the scaled blocks of an FP8 checkpoint's parameters.
+    """Checks that a division of an engine cuts through no scaled block of an FP8 checkpoint's parameters.
 
-    With such sizes, vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any
-    wire.
+    Otherwise vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any wire.
 
     Raises:
-        UserError: Names `key`, the value and the allowed values.
+        UserError: The division cuts through a block; names `key`, the value and the allowed values.
     """
     misaligned = cut_blocks(decoder, EngineCut(tensor, expert_parallel, data))
     if misaligned is None:
@@ -69,7 +68,8 @@ def check_blocks(
 
 
 def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
-    """Returns the tensor-parallel sizes supported by vLLM for this model that cut through no FP8 block.
+    """Returns the tensor-parallel sizes, ascending, that vLLM supports for this model and that cut through no FP8
+    block.
 
     Args:
         decoder: The model.
@@ -88,8 +88,8 @@ def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[
 
 
 def cut_blocks(decoder: Decoder, cut: EngineCut, online: bool = False) -> str | None:
-    """Returns a description of a worker's part with a size other than a multiple of an FP8 block; None if there is no
-    such part.
+    """Returns the first part of a worker whose number of columns is no multiple of 128, the width of an FP8 block, as
+    text such as `96 query columns`; None if every part is a multiple.
 
     Args:
         decoder: The model.
@@ -109,12 +109,12 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """Returns the parameters of worker `rank` of an engine.
+    """Returns the load-time parameters of worker `rank` of an engine, with the pieces that fill them.
 
     Args:
         decoder: The model.
         tensor: Tensor parallelism.
-        rank: Number of the worker.
+        rank: Number of the worker, from 0 to `tensor` · `data` - 1.
         expert_parallel: True if whole experts are distributed over the workers.
         data: Data-parallel replicas inside the engine.
         tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.

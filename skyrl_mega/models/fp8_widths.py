@@ -13,7 +13,8 @@ from skyrl_mega.parallel.dims import ParallelDims
 def check(
     decoder: Decoder, parallel: ParallelDims, precision: PrecisionConfig, spec: Spec, key: str = "policy.layout"
 ) -> None:
-    """Refuses a model, or a cut of the model, with widths not supported by the recipe.
+    """Checks that an FP8 recipe supports the widths of the model and of each rank's part. Accepts any model without
+    FP8.
 
     Transformer Engine multiplies FP8 only in certain multiples. And numbers with the same scale must not be split: each
     part would get a different scale, and results would depend on the layout.
@@ -26,7 +27,7 @@ def check(
         key: The layout's setting, for errors.
 
     Raises:
-        UserError: Names the setting, the value, the width and the allowed values.
+        UserError: A width is not supported; names the setting, the value, the width and the allowed values.
     """
     need = needs(precision)
     if need is None:

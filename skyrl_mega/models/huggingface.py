@@ -14,7 +14,8 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def tensors(decoder: Decoder) -> Tensors:
-    """Returns name → shape. Linear weights are [out, in]; experts are separate tensors; a tied head adds no tensor."""
+    """Returns name → shape of every tensor in a checkpoint of the model. Linear weights are [out, in]; experts are
+    separate tensors; a tied head adds no tensor."""
     shapes = decoder.embedding.hf_tensors("model")
     for index in range(decoder.layers):
         for block in decoder.layer(index):
@@ -23,13 +24,14 @@ def tensors(decoder: Decoder) -> Tensors:
 
 
 def is_computed(decoder: Decoder, name: str) -> bool:
-    """Returns True if a tensor on disk repeats other values of the model: a saved tied head, or a buffer."""
+    """Returns True if a tensor on disk follows from the rest of the model and need not be read: the copy of a tied
+    embedding, or the rotary frequencies."""
     return name.endswith(_BUFFER) or (name == HEAD and decoder.tied)
 
 
 def is_in_layers(decoder: Decoder, name: str) -> bool:
-    """Returns True if a tensor belongs by name to a layer of the model; layers for multi-token prediction have higher
-    numbers.
+    """Returns True if a tensor's name belongs to one of the model's layers. False for tensors outside of layers, and
+    for layers for multi-token prediction, which have higher numbers.
     """
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) < decoder.layers

@@ -35,7 +35,7 @@ def layer_spec(setting: str, device: str) -> Spec:
 
 
 def require_transformer_engine() -> None:
-    """Refuses the `te` spec if Transformer Engine or its compiled extension cannot be imported.
+    """Imports Transformer Engine, to refuse the `te` spec if the package or its compiled extension cannot be imported.
 
     Call before importing megatron-core. On an ImportError megatron-core continues without Transformer Engine; on any
     other error (a missing library, another cuDNN) megatron-core's own import fails.
@@ -82,12 +82,12 @@ def settings(decoder: Decoder) -> MegatronSettings:
 
 
 def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]:
-    """Returns the modules of these layers (global), as their attention blocks declare them."""
+    """Returns, for each of these layers (global indices), the modules that the layer's attention block declares."""
     return [next(m for block in decoder.layer(index) if (m := block.layer_modules())) for index in layers]
 
 
 def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
-    """Refuses a layout that this model cannot be split into, or that trains incorrectly.
+    """Checks that a layout divides this model and trains correctly.
 
     Args:
         decoder: The model.
@@ -95,7 +95,7 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
         key: The layout's setting, for errors.
 
     Raises:
-        UserError: Names the setting under `key`, the value and the allowed values.
+        UserError: The layout does not; names the setting under `key`, the value and the allowed values.
     """
 
     for cut in (cut for block in (*decoder.blocks, decoder.embedding, decoder.head) for cut in block.megatron_cuts()):
@@ -150,7 +150,9 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
 def shard(
     decoder: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
-    """Returns the parameters of `rank`, named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
+    """Returns the parameters of policy rank `rank`, with the pieces that fill them.
+
+    Parameters are named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 
     Ranks with different dp, cp or edp only hold the same parameters.
 

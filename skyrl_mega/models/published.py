@@ -35,9 +35,9 @@ def hub_name(path: str | PurePath) -> str | None:
 
 
 def how_to_get(path: str | PurePath) -> str:
-    """Returns a phrase for messages, "`COMMAND` fetches it" or "`COMMAND` makes it", for the known model at this path.
+    """Returns a phrase for messages: the command that downloads or builds the known model at this path.
 
-    Call only if `hub_name(path)` is not None.
+    The phrase is "`COMMAND` fetches it" or "`COMMAND` makes it". Call only if `hub_name(path)` is not None.
     """
     if PurePath(path).name in BUILT_LOCALLY:
         return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
@@ -45,7 +45,7 @@ def how_to_get(path: str | PurePath) -> str:
 
 
 def known(name: str | PurePath) -> dict[str, Any]:
-    """Returns the config.json of a model by hub name, or by a path ending in the model's name.
+    """Returns the content of the published config.json of a model, by hub name or by a path ending in the model's name.
 
     Raises:
         UserError: The model is unknown.

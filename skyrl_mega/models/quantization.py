@@ -26,10 +26,10 @@ class BlockFp8:
 
 
 def block_fp8(hf: Hf) -> BlockFp8 | None:
-    """Returns the quantisation of a checkpoint, or None for a checkpoint without quantisation.
+    """Returns the block FP8 described by `quantization_config` of config.json, or None without quantisation.
 
     Raises:
-        UserError: The quantisation is another than block FP8; names the method and the reason.
+        UserError: The checkpoint is quantised in another way; names the method and the reason.
     """
     given = hf.get("quantization_config")
     if not given:

@@ -31,7 +31,8 @@ class Architecture:
     transformers_class: str
     """Name of the transformers class, by which vLLM selects the model."""
     small: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    """Returns a config.json of this family, from one with common keys; None for families without experts."""
+    """Translates a config.json with common keys, for a small model with random weights, to the keys of this family;
+    None for families without experts, which need no translation."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
         """Returns name → shape of every tensor of the checkpoint on disk."""
@@ -42,7 +43,8 @@ class Architecture:
         return megatron.settings(self.describe(hf))
 
     def padded_vocab(self, hf: Hf, tensor: int) -> int:
-        """Returns the rows of Megatron's embedding over all tensor-parallel ranks."""
+        """Returns the rows of Megatron's embedding over all tensor-parallel ranks: the number of tokens, rounded up to
+        a multiple of `tensor`."""
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
@@ -54,7 +56,7 @@ class Architecture:
             key: The layout's setting, for errors.
 
         Raises:
-            UserError: Names the setting under `key`, the value and the allowed values.
+            UserError: The layout does not; names the setting under `key`, the value and the allowed values.
         """
         megatron.check(self.describe(hf), parallel, key)
 
@@ -71,17 +73,25 @@ class Architecture:
             data: Data-parallel replicas inside the engine.
 
         Raises:
-            UserError: Names `key`, the value and the allowed values.
+            UserError: vLLM cannot; names `key`, the value and the allowed values.
         """
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
-        """Returns the shard of policy rank `rank`; parameter names as in `megatron.shard`."""
+        """Returns the parameters of policy rank `rank` with the pieces that fill them; names as in `megatron.shard`.
+
+        Raises:
+            UserError: The layout does not divide the model.
+        """
         self.check_layout(hf, parallel)
         return megatron.shard(self.describe(hf), parallel, rank, spec)
 
     def megatron_layout(self, hf: Hf, parallel: ParallelDims, spec: Spec) -> Layout:
-        """Returns the shards of all policy ranks. Replicas share one shard."""
+        """Returns the shards of all policy ranks. Ranks with the same parameters share one `Shard` object.
+
+        Raises:
+            UserError: The layout does not divide the model.
+        """
         self.check_layout(hf, parallel)
         decoder, tensors = self.describe(hf), self.tensors(hf)
         coordinates = [parallel.coordinates(rank) for rank in range(parallel.ranks)]
@@ -90,16 +100,25 @@ class Architecture:
         return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in coordinates))
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
-        """Returns the shard of worker `rank` of an engine; parameters are named as in vLLM at load time."""
+        """Returns the parameters of worker `rank` of an engine, named as in vLLM at load time, with the pieces that
+        fill them.
+
+        Raises:
+            UserError: vLLM cannot split the model so.
+        """
         self.check_engine(hf, tensor, expert_parallel, data=data)
         return engine.shard(self.describe(hf), tensor, rank, expert_parallel, data)
 
     def engine_layout(
         self, hf: Hf, tensor: int, engines: int = 1, expert_parallel: bool = False, data: int = 1
     ) -> Layout:
-        """Returns the shards of all workers; worker `rank` of engine `e` is entry `e · data · tensor + rank`.
+        """Returns the shards of the workers of all engines; worker `rank` of engine `e` is entry `e · data · tensor +
+        rank`.
 
-        The same worker of every engine shares one shard.
+        Workers with the same `rank` share one `Shard` object.
+
+        Raises:
+            UserError: vLLM cannot split the model so.
         """
         self.check_engine(hf, tensor, expert_parallel, data=data)
         decoder, tensors = self.describe(hf), self.tensors(hf)
@@ -125,7 +144,7 @@ def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
 
     Args:
         hf: The content of config.json.
-        head: "vocab": the model itself. "value": a critic of the model (`Decoder.critic`).
+        head: "vocab": the model itself. "value": the returned architecture describes a critic (`Decoder.critic`).
 
     Raises:
         UserError: The type is not supported.

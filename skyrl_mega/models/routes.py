@@ -28,9 +28,9 @@ class RouteShape:
     layers: tuple[int, ...]
     """[M]: the decoder layers with experts, counted from 0."""
     experts: int
-    """E."""
+    """E: experts of a layer."""
     per_token: int
-    """K."""
+    """K: experts chosen for a token in a layer."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> RouteShape | None:
@@ -47,11 +47,11 @@ class RouteShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's routes."""
+        """Bytes of a token's routes over all layers: M · K · bytes of `dtype`."""
         return len(self.layers) * self.per_token * np.dtype(self.dtype).itemsize
 
     def none(self, tokens: int) -> np.ndarray:
-        """Returns [tokens, M, K] for tokens without a route."""
+        """Returns zeros [tokens, M, K] of `dtype`: tokens without a route."""
         return np.zeros((tokens, len(self.layers), self.per_token), self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int, what: str) -> None:

@@ -15,14 +15,15 @@ class ShardBuilder:
         self._boxes: dict[Box, Box] = {}
 
     def param(self, name: str, *shape: int) -> str:
-        """Declares a local parameter and returns the name."""
+        """Declares a local parameter of shape `shape`, and returns `name` unchanged."""
         self._params[name] = shape
         return name
 
     def rows(
         self, param: str, at: int, tensor: str, start: int = 0, count: int | None = None, stack: tuple[int, ...] = ()
     ) -> None:
-        """Declares that rows `start … start + count` of `tensor` (None: all) lie at row `at` of the parameter.
+        """Declares that rows `start … start + count - 1` of `tensor` (count None: all rows) lie in the parameter from
+        row `at` on.
 
         `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
         tensor.
@@ -33,7 +34,8 @@ class ShardBuilder:
         self._pieces.append(Piece(tensor, box, param, (*stack, at, *zeros)))
 
     def columns(self, param: str, tensor: str, start: int, count: int, stack: tuple[int, ...] = ()) -> None:
-        """Declares that columns `start … start + count` of a matrix fill the parameter."""
+        """Declares that columns `start … start + count - 1` of a matrix fill the parameter, or with `stack` one entry
+        of its leading dimensions."""
         rows = self._tensors[tensor][0]
         self._pieces.append(Piece(tensor, self._box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
@@ -47,5 +49,5 @@ class ShardBuilder:
         return self._boxes.setdefault(box, box)
 
     def shard(self) -> Shard:
-        """Returns the declared shard."""
+        """Returns the parameters and pieces declared so far."""
         return Shard(self._params, tuple(self._pieces))

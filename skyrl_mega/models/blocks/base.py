@@ -19,7 +19,7 @@ Spec = Literal["local", "te"]
 layer into that layer, and keeps a rank's experts in a grouped linear layer."""
 
 Tensors = dict[str, tuple[int, ...]]
-"""Name → shape."""
+"""Name of a tensor in a Hugging Face checkpoint → shape."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerModules:
 
 @dataclass(frozen=True)
 class Cut:
-    """A size of the model divided by a dimension of the policy's layout."""
+    """A size of the model that a dimension of the policy's layout must divide: each rank holds an equal part."""
 
     dimension: Literal["tensor", "expert", "expert_tensor"]
     what: str
@@ -63,12 +63,12 @@ class MegatronPlace:
 
     @property
     def first(self) -> bool:
-        """True for the first chunk of the model."""
+        """True for the first chunk of the model, which holds the embedding."""
         return self.parallel.holds_embedding(self.coords.pp, self.chunk)
 
     @property
     def last(self) -> bool:
-        """True for the last chunk of the model."""
+        """True for the last chunk of the model, which holds the final norm and the head."""
         return self.parallel.holds_head(self.coords.pp, self.chunk)
 
 
@@ -86,12 +86,12 @@ class EngineCut:
 
     @property
     def workers(self) -> int:
-        """Number of all workers."""
+        """Number of all workers: `tensor` · `data`."""
         return self.tensor * self.data
 
     @property
     def whole_experts(self) -> bool:
-        """True if a worker holds all columns of an assigned expert."""
+        """True if a worker holds all columns of each of its experts: with expert parallelism, or with one worker."""
         return self.expert_parallel or self.workers == 1
 
 
@@ -125,10 +125,10 @@ class TokenFlops:
 
 @dataclass(frozen=True)
 class Messages:
-    """Elements sent to other ranks in a token's forward pass."""
+    """Elements (not bytes) of a token exchanged with other ranks in the forward pass of a block."""
 
     tensor: float = 0.0
-    """Gathered before the block, and scattered after it, over the tensor-parallel ranks."""
+    """Gathered over the tensor-parallel ranks before the block, and as many scattered after the block."""
     context: float = 0.0
     """Gathered over the context-parallel ranks, from a single tensor rank."""
     experts: float = 0.0
@@ -145,17 +145,22 @@ class Block(Protocol):
     # --- Hugging Face ---
 
     def hf_tensors(self, source: str) -> Tensors:
-        """Returns the tensors of a checkpoint on disk. Linear weights are [out, in]."""
+        """Returns name → shape of the block's tensors in a Hugging Face checkpoint. Linear weights are [out, in]."""
         ...
 
     def float32_tensors(self, source: str) -> Sequence[str]:
-        """Returns the tensors that stay in float32 in a model of any dtype: in the policy, on the wire, in engines."""
+        """Returns the names of the tensors that stay in float32 in a model of any dtype: in the policy, on the wire and
+        in engines."""
         return ()
 
     # --- Megatron ---
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
-        """Returns megatron-core's keyword arguments for this block; `layers` is True for layers with this block."""
+        """Returns megatron-core's keyword arguments for this block.
+
+        Args:
+            layers: One entry per layer of the model: True if the layer contains this block.
+        """
         ...
 
     def layer_modules(self) -> LayerModules | None:
@@ -163,43 +168,50 @@ class Block(Protocol):
         return None
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Declares the parameters of a rank in the order of `named_parameters()`, with the pieces that fill them."""
+        """Adds the block's parameters on a policy rank to the builder `b`, in the order of `named_parameters()`, each
+        with the pieces of Hugging Face tensors that fill the parameter."""
         ...
 
     def megatron_cuts(self) -> Sequence[Cut]:
-        """Returns the sizes that the policy's layout must divide."""
+        """Returns the sizes of the block that dimensions of the policy's layout must divide."""
         return ()
 
     def megatron_widths(self) -> Sequence[Cut]:
-        """Returns the widths of linear layers split by a layout; of several widths in a layer, only the split one."""
+        """Returns the widths of the block's linear layers for FP8's checks: of rows and columns of a weight, the side
+        that a layout splits."""
         return ()
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
-        """Refuses layouts that train incorrectly, beyond `megatron_cuts`; the UserError names `key`."""
+        """Raises UserError, naming `key`, for a layout that trains incorrectly though `megatron_cuts` allows it."""
 
     def check_fp8(self, key: str) -> None:
-        """Refuses FP8 (training, wire or engine) where the block has not been shown with it; the UserError names
-        `key`."""
+        """Raises UserError, naming `key`, if the block has not been tested with FP8 in training, on the wire and in
+        engines."""
 
     # --- vLLM ---
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Declares the load-time parameters of a worker, with the pieces that fill them."""
+        """Adds the block's load-time parameters on engine worker `worker` to the builder `b`, each with the pieces of
+        Hugging Face tensors that fill the parameter."""
         ...
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
-        """Returns the sizes that the tensor-parallel size must divide, as (description for errors, size)."""
+        """Returns the sizes of the block that the engine's tensor-parallel size must divide, as (description for
+        errors, size)."""
         return ()
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
-        """Refuses engine sizes unsupported by vLLM for this block, beyond `engine_cuts`; the UserError names `key`."""
+        """Raises UserError, naming `key`, for an engine's division that vLLM does not support for this block though
+        `engine_cuts` allows it."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
-        """Returns the numbers of columns held by a worker, for weights stored in blocks in an FP8 checkpoint."""
+        """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
+        of 128."""
         return {}
 
     def check_cpu_engine(self, prefix: str) -> None:
-        """Refuses widths that vLLM cannot compute on a CPU; the UserError names `prefix` and the key of config.json."""
+        """Raises UserError for a width that vLLM cannot compute on a CPU; `prefix` precedes config.json's key in the
+        error."""
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
         """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`."""
@@ -208,28 +220,34 @@ class Block(Protocol):
     # --- cost ---
 
     def flops(self) -> TokenFlops:
-        """Returns the operations of a token."""
+        """Returns the floating point operations of a token in the block's forward pass, over all ranks."""
         ...
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes kept by autograd for the backward pass, including the input."""
+        """Returns the bytes that autograd keeps on a rank from the block's forward to its backward pass, including the
+        block's input, without recomputation."""
         ...
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept by autograd with `policy.recompute` other than `full`, in Transformer Engine's
-        layers."""
+        """Returns `saved_bytes` less what `policy.recompute` (`none`, `selective` or `moe`) recomputes, in Transformer
+        Engine's layers."""
         return self.saved_bytes(work)
 
     def gradient_bytes(self, work: Work) -> float:
-        """Returns the largest total bytes of activation and weight gradients alive at once in the backward pass."""
+        """Returns the peak of bytes of activation and weight gradients alive at once in the block's backward pass."""
         return 0.0
 
     def messages(self, parallel: ParallelDims) -> Messages:
-        """Returns the elements sent in a token's forward pass."""
+        """Returns the elements exchanged between policy ranks for a token in the block's forward pass."""
         return Messages()
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes per token in an engine worker's cache."""
+        """Returns the bytes per token that one layer's block needs in the KV cache of an engine worker.
+
+        Args:
+            tensor: Tensor parallelism of the engine.
+            itemsize: Bytes of a cached element.
+        """
         return 0
 
     def engine_width(self, cut: EngineCut) -> float:
@@ -237,13 +255,14 @@ class Block(Protocol):
         return 0.0
 
     def engine_sparse(self, cut: EngineCut) -> tuple[float, float]:
-        """Returns the elements of a worker's weights that a token reads only in part, and the fraction (0 to 1)."""
+        """Returns the elements of a worker's expert weights, of which a token reads only a part, and the fraction that
+        a token reads (0 to 1)."""
         return 0.0, 0.0
 
     # --- for people ---
 
     def facts(self) -> Mapping[str, int]:
-        """Returns the sizes shown by the dry run: `heads`, `kv_heads`, `experts`, …"""
+        """Returns name → size for the dry run and `Decoder.facts`: `heads`, `kv_heads`, `experts`, …"""
         return {}
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
@@ -252,7 +271,8 @@ class Block(Protocol):
 
 
 def share(total: int, parts: int, index: int) -> str:
-    """Returns the `index`-th of `parts` equal parts of `total` items, as `first-last`."""
+    """Returns the items in the `index`-th of `parts` equal parts of `total` items, as text: `first-last`, or the number
+    of a single item."""
     size = total // parts
     first = index * size
     return f"{first}-{first + size - 1}" if size > 1 else str(first)

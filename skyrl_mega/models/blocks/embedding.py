@@ -35,7 +35,11 @@ class Embedding(Block):
 
     @classmethod
     def read(cls, hf: Hf) -> Embedding:
-        """Reads config.json."""
+        """Returns the embedding described by config.json.
+
+        Raises:
+            UserError: A size is missing or no positive integer.
+        """
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"))
 
     def hf_tensors(self, source: str) -> Tensors:
@@ -80,7 +84,11 @@ class Head(Block):
 
     @classmethod
     def read(cls, hf: Hf, engine_ties: bool = True) -> Head:
-        """Reads config.json."""
+        """Returns the head described by config.json.
+
+        Raises:
+            UserError: A key is missing, or a value is not supported.
+        """
         tied = flag(hf, "tie_word_embeddings")
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), tied, engine_ties)
 
@@ -124,12 +132,21 @@ class Head(Block):
 
 
 def padded_vocab(vocab: int, multiple: int) -> int:
-    """Returns the vocabulary rounded up to `multiple`: Megatron's tensor-parallel size, or vLLM's `VOCAB_MULTIPLE`."""
+    """Returns the number of tokens rounded up to a multiple of `multiple`: Megatron's tensor-parallel size, or vLLM's
+    `VOCAB_MULTIPLE`."""
     return -(-vocab // multiple) * multiple
 
 
 def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tuple[int, int]) -> None:
-    """Declares the rows from `start`; `sizes` is (rows of the part, vocabulary). Padding rows get no piece."""
+    """Declares that a rank's parameter holds the rows of `tensor` from row `start` on. Padding rows get no piece.
+
+    Args:
+        b: Builder of the rank's shard.
+        param: Local parameter.
+        tensor: Embedding or output projection, a row per token.
+        start: First row of the rank.
+        sizes: (Rows of the parameter, tokens of the vocabulary).
+    """
     rows, vocab = sizes
     if start < vocab:
         b.rows(param, 0, tensor, start, min(rows, vocab - start))

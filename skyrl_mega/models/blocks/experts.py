@@ -81,15 +81,18 @@ class Experts(Block):
         count: Sequence[str] = COUNT,
         width: str = "moe_intermediate_size",
     ) -> Experts:
-        """Reads config.json.
+        """Returns the experts described by config.json.
 
         Args:
             hf: Content of config.json.
             router: The router.
-            shared: The shared expert.
+            shared: The shared expert; None for a model without.
             names: Names on disk and in vLLM.
-            count: Keys for the number of experts; the first that is there counts.
+            count: Possible keys for the number of experts; the first present key is read.
             width: Key for the intermediate size of an expert.
+
+        Raises:
+            UserError: A key is missing, or a value is not supported.
         """
         check_keys(hf)
         experts = integer(hf, next((key for key in count if key in hf), count[0]))

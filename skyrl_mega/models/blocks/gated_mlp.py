@@ -27,7 +27,7 @@ NORM = "post_attention_layernorm.weight"
 
 
 def check_keys(hf: Hf) -> None:
-    """Refuses activations other than silu, and a bias."""
+    """Raises UserError if config.json asks for an activation other than silu, or for a bias in feed-forward parts."""
     require(hf, "hidden_act", "silu")
     require(hf, "mlp_bias", False)
 
@@ -41,7 +41,11 @@ class GatedMlp(Block):
 
     @classmethod
     def read(cls, hf: Hf) -> GatedMlp:
-        """Reads config.json."""
+        """Returns the feed-forward part described by config.json.
+
+        Raises:
+            UserError: A key is missing, or a value is not supported.
+        """
         check_keys(hf)
         return cls(integer(hf, "hidden_size"), integer(hf, "intermediate_size"))
 
@@ -107,7 +111,7 @@ class GatedMlp(Block):
 
 
 def gated_tensors(source: str, width: int, hidden: int, matrices: tuple[str, str, str] = GATED) -> Tensors:
-    """Returns the three matrices of a gated MLP, or of an expert."""
+    """Returns name → shape of the three matrices of a gated MLP, or of an expert, below the name `source`."""
     gate, up, down = matrices
     return {
         f"{source}.{gate}.weight": (width, hidden),
@@ -117,7 +121,7 @@ def gated_tensors(source: str, width: int, hidden: int, matrices: tuple[str, str
 
 
 def gated_args() -> dict[str, object]:
-    """Returns the arguments for gated feed-forward parts in megatron-core."""
+    """Returns the keyword arguments of megatron-core's `TransformerConfig` for gated feed-forward parts with silu."""
     from torch.nn.functional import silu
 
     return {"gated_linear_unit": True, "activation_func": silu}

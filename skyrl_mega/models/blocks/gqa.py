@@ -44,13 +44,17 @@ class Rope:
 
     @classmethod
     def read(cls, hf: Hf, part: float | None = None) -> Rope:
-        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+        """Returns the positions described by `rope_parameters` (transformers 5), or by `rope_theta` and `rope_scaling`
+        (before).
 
         megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1.
 
         Args:
             hf: Content of config.json.
-            part: Fraction of a head that is rotated where config.json does not say it; None: always the whole head.
+            part: Default of `partial_rotary_factor`, the rotated fraction of a head; None: only 1 is allowed.
+
+        Raises:
+            UserError: megatron-core does not support the scaling or the fraction.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
@@ -113,15 +117,18 @@ class GroupedQueryAttention(Block):
         bias_key: str | None = "attention_bias",
         part: float | None = None,
     ) -> GroupedQueryAttention:
-        """Reads config.json. Default `head_dim`: the hidden size divided by the heads. Default `num_key_value_heads`:
-        the number of query heads.
+        """Returns the attention described by config.json. Default `head_dim`: the hidden size divided by the heads.
+        Default `num_key_value_heads`: the number of query heads.
 
         Args:
             hf: Content of config.json.
             qk_norm: The norm of queries and keys.
             qkv_bias: True for a bias in the q, k and v projections.
-            bias_key: Key that must not ask for a bias; None if the family reads it.
+            bias_key: Key of config.json that must be false or absent; None checks no key.
             part: As in `Rope.read`.
+
+        Raises:
+            UserError: A key is missing, or a value is not supported.
         """
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")

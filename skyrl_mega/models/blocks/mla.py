@@ -48,10 +48,11 @@ class Yarn:
 
     @classmethod
     def read(cls, hf: Hf, key: str) -> Yarn:
-        """Reads the mapping `key` of config.json.
+        """Returns the scaling described by the mapping `key` of config.json.
 
         Raises:
-            UserError: Libraries would compute another scaling than megatron-core, or each a different one.
+            UserError: A value is missing or not supported: transformers, vLLM and megatron-core would compute different
+                scalings.
         """
         values = {"beta_fast": 32, "beta_slow": 1, **hf[key]}
         for name in ("mscale", "mscale_all_dim"):
@@ -75,7 +76,12 @@ class LatentRope:
 
     @classmethod
     def read(cls, hf: Hf) -> LatentRope:
-        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+        """Returns the positions described by `rope_parameters` (transformers 5), or by `rope_theta` and `rope_scaling`
+        (before).
+
+        Raises:
+            UserError: The scaling is neither none nor YaRN, or only a part of a head is rotated.
+        """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
         if not isinstance(values, Mapping):
@@ -118,7 +124,11 @@ class LatentAttention(Block):
 
     @classmethod
     def read(cls, hf: Hf) -> LatentAttention:
-        """Reads config.json."""
+        """Returns the attention described by config.json.
+
+        Raises:
+            UserError: A key is missing, or a value is not supported.
+        """
         heads = integer(hf, "num_attention_heads")
         require(hf, "num_key_value_heads", heads)
         require(hf, "attention_bias", False)
@@ -138,7 +148,7 @@ class LatentAttention(Block):
 
     @property
     def query(self) -> int:
-        """Width of a head's query and key."""
+        """Width of a head's query and key: `plain` + `rotary`."""
         return self.plain + self.rotary
 
     def facts(self) -> Mapping[str, int]:

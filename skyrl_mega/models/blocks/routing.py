@@ -29,12 +29,20 @@ class ExpertRouter:
 
     @classmethod
     def softmax(cls, hf: Hf) -> ExpertRouter:
-        """Reads the softmax router of Qwen and OLMoE from config.json."""
+        """Returns the softmax router of Qwen and OLMoE; `norm_topk_prob` of config.json decides on renormalisation.
+
+        Raises:
+            UserError: `norm_topk_prob` is missing or no boolean.
+        """
         return cls("softmax", flag(hf, "norm_topk_prob"))
 
     @classmethod
     def sigmoid(cls, hf: Hf, per_token: int) -> ExpertRouter:
-        """Reads the sigmoid router with a correction bias of DeepSeek-V3 (arXiv:2412.19437) from config.json.
+        """Returns the sigmoid router with a correction bias of DeepSeek-V3 (arXiv:2412.19437), as set in config.json.
+
+        Args:
+            hf: Content of config.json.
+            per_token: Number of experts of a token.
 
         Raises:
             UserError: megatron-core cannot compute the router.
@@ -71,7 +79,11 @@ class ExpertRouter:
 
 
 def sparse_step_layers(hf: Hf) -> list[bool]:
-    """Returns True for each layer with experts, by `decoder_sparse_step` and `mlp_only_layers` of config.json."""
+    """Returns a flag per layer, True for layers with experts, by `decoder_sparse_step` and `mlp_only_layers`.
+
+    Raises:
+        UserError: A key is missing, a value is not supported, or no layer contains experts.
+    """
     layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
@@ -80,7 +92,11 @@ def sparse_step_layers(hf: Hf) -> list[bool]:
 
 
 def dense_first_layers(hf: Hf) -> list[bool]:
-    """Returns True for each layer with experts: all but the first `first_k_dense_replace` of config.json."""
+    """Returns a flag per layer, True for layers with experts: all but the first `first_k_dense_replace`.
+
+    Raises:
+        UserError: A key is missing, a value is not supported, or no layer contains experts.
+    """
     layers, dense = integer(hf, "num_hidden_layers"), hf.get("first_k_dense_replace")
     require(hf, "moe_layer_freq", 1)
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
@@ -89,7 +105,7 @@ def dense_first_layers(hf: Hf) -> list[bool]:
 
 
 def with_experts(hf: Hf, moe: list[bool]) -> list[bool]:
-    """Returns `moe`, True for each layer with experts.
+    """Returns `moe`, a flag per layer that is True for layers with experts, unchanged.
 
     Raises:
         UserError: No layer has experts.

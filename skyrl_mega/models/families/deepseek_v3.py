@@ -23,7 +23,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a DeepSeek-V3 model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     for key, needed in ENGINE_KEYS.items():
         require_given(hf, key, needed)
@@ -52,12 +52,14 @@ def latent_layers(hf: Hf, moe: list[bool]) -> list[tuple[LatentAttention, Expert
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     return small_latent(hf) | ENGINE_KEYS
 
 
 def small_latent(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of latent attention and of a sigmoid router, with widths that vLLM supports on a CPU."""
+    """Returns `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with widths that
+    vLLM supports on a CPU."""
     own = {
         "num_key_value_heads": hf["num_attention_heads"],
         "q_lora_rank": hf["hidden_size"],

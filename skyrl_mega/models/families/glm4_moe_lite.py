@@ -19,7 +19,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a GLM-4.7-Flash model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(
         hf,
@@ -40,5 +40,6 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     return small_latent(hf)

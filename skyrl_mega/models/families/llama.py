@@ -15,7 +15,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Llama model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, max_position_embeddings=2048)
     attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)

@@ -22,7 +22,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a MiniMax-M2 model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(
         hf,
@@ -47,7 +47,8 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     renamed = ("num_experts", "moe_intermediate_size", "attention_bias")
     own = {
         "num_local_experts": hf["num_experts"],

@@ -21,7 +21,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Mixtral model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(
         hf, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0
@@ -35,7 +35,8 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     renamed = ("num_experts", "moe_intermediate_size", "attention_bias")
     own = {"num_local_experts": hf["num_experts"], "intermediate_size": hf["moe_intermediate_size"]}
     return {key: value for key, value in hf.items() if key not in renamed} | own | {"sliding_window": None}

@@ -21,7 +21,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of an OLMoE model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, max_position_embeddings=4096, norm_topk_prob=False, rms_norm_eps=EPS)
     if hf["rms_norm_eps"] != EPS:
@@ -35,6 +35,7 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     own = {"intermediate_size": hf["moe_intermediate_size"], "norm_topk_prob": False, "rms_norm_eps": EPS}
     return {key: value for key, value in hf.items() if key != "moe_intermediate_size"} | own

@@ -16,7 +16,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Qwen2 model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32)
     attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=True)

@@ -19,7 +19,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Qwen2-MoE model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(
         hf,
@@ -41,7 +41,8 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     shared = {"shared_expert_intermediate_size": hf["intermediate_size"], "norm_topk_prob": False}
     hf = {key: value for key, value in hf.items() if key != "attention_bias"}
     return hf | shared | {"decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -15,7 +15,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Qwen3 model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
     integer(hf, "head_dim")  # unlike related classes, Qwen3's refuses null

@@ -19,7 +19,7 @@ def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Qwen3-MoE model from its config.json.
 
     Raises:
-        UserError: A key is missing or has an unsupported value.
+        UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(
         hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False
@@ -32,5 +32,6 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
+    keys for the sizes of experts."""
     return hf | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
