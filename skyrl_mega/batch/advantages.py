@@ -39,6 +39,9 @@ def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
         batch: For an estimator of tokens, and for KL in the reward, with tokens and the columns needed
             (`algorithms.advantages.needs`).
         algorithm: Names the estimator.
+
+    Raises:
+        ValueError: The lengths of a trajectory's answers contradict the trajectory's mask.
     """
     judged, per_token, rewards = batch.judged, is_per_token(algorithm), batch.rewards
     if batch.penalty is not None:
@@ -105,8 +108,8 @@ def follow_from_rewards(algorithm: AlgorithmConfig) -> bool:
 
 
 def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Returns True if a mini-batch contains anything to learn. Otherwise the gradient is 0, and an optimizer step would
-    move the weights only by Adam's moments and weight decay.
+    """Returns True if a mini-batch may have a gradient other than 0. Otherwise an optimizer step would move the weights
+    only by Adam's moments and weight decay.
 
     Args:
         counts_S: Number of tokens in the loss of each sample.

@@ -56,7 +56,8 @@ class Batch:
     """float32 [G]: reward of each group's greedy answer, shaped like `rewards`. NaN without a greedy answer or after a
     failure of the environment."""
     named: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [N] each: rewards by name, for environments with several; 0 if an environment does not give the name."""
+    """Name → float32 [N]: the reward of each trajectory under this name, for environments with several rewards; 0 if an
+    environment does not give the name."""
 
     tokens: Sequences = field(default_factory=lambda: Sequences.of([]))
     """The tokens of all samples after `read_tokens`, with the trajectories' columns and `mask`, float32: 1 for tokens
@@ -73,12 +74,12 @@ class Batch:
 
     @property
     def group_of(self) -> Tensor:
-        """int64 [N]: the group of each trajectory."""
+        """int64 [N]: the index of each trajectory's group, from 0."""
         return torch.arange(len(self.groups)).repeat_interleave(self.groups)
 
     @property
     def counts(self) -> Tensor:
-        """int64 [N]: tokens in the loss."""
+        """int64 [N]: tokens of each trajectory in the loss: `written`, or 0 unless `kept`."""
         return self.written * self.kept
 
     @property
@@ -87,11 +88,11 @@ class Batch:
         return run_sums(self.refs.lengths, self.samples)
 
     def per_trajectory(self, values_T: Tensor) -> Tensor:
-        """Returns [N]: the sum of a value over each trajectory's tokens."""
+        """Returns [N]: the sum over each trajectory's tokens of a value per token of the batch, [T]."""
         return run_sums(values_T, self.trajectory_tokens)
 
     def read_tokens(self) -> None:
-        """Reads the tokens of all samples into `tokens`, `trained_here` and `token_rewards`.
+        """Reads the tokens of all samples, and sets `tokens`, `trained_here`, `token_rewards` and `by_token`.
 
         Raises:
             ClusterError: Trajectories stored on a node are lost.
@@ -108,8 +109,13 @@ class Batch:
         self.token_rewards = None if rewards is None else rewards.values
 
     def mini_batch_tokens(self, minis: list[Samples], advantages: list[Tensor]) -> list[Sequences]:
-        """Returns the tokens of each mini-batch as views, with all columns of `tokens` and of the mini-batch, and with
-        advantages, [T] for each mini-batch."""
+        """Returns the sequences of each mini-batch as views of `tokens`, with the columns of `tokens` and of the
+        mini-batch, and the column `advantages`. Call `read_tokens` first.
+
+        Args:
+            minis: All mini-batches of the step, in order.
+            advantages: A value per token of each mini-batch, [T].
+        """
         first, views = 0, []
         for mini, advantages_T in zip(minis, advantages, strict=True):
             view = self.tokens.part(first, first + len(mini.parts))
@@ -129,7 +135,13 @@ def needs_tokens(config: Config) -> bool:
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
-    """Cuts all trajectories into samples and computes rewards and counts, without reading any token."""
+    """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Reads no token.
+
+    Args:
+        groups: The groups of the step.
+        algorithm: Defines length shaping, the filter of truncated trajectories and the weights of named rewards.
+        rollout: Defines the cut into samples and the longest response.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     cut = [samples_of(t, rollout.step_wise) for t in trajectories]
     failed = torch.tensor([t.status.failed for t in trajectories], dtype=torch.bool)
@@ -166,10 +178,11 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
 
 
 def punishment(trajectories: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """Returns the length punishment of each response by `algorithm.overlong`: float32 [N], at most 0.
+    """Returns the addition to each trajectory's reward for a long response, by `algorithm.overlong`: float32 [N], at
+    most 0.
 
     Args:
-        trajectories: The trajectories.
+        trajectories: N trajectories.
         algorithm: Defines the punishment.
         limit: Maximum number of tokens of a response.
     """
@@ -178,7 +191,7 @@ def punishment(trajectories: list[Trajectory], algorithm: AlgorithmConfig, limit
 
 
 def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """Returns the reward of each group's greedy answer with length punishment: float32 [G].
+    """Returns the reward of each group's greedy answer, including length punishment: float32 [G].
 
     The value is NaN without a greedy answer, or if the environment of the greedy answer failed.
 
@@ -232,7 +245,6 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
 
 
 def run_sums(values_S: Tensor, counts_N: Tensor) -> Tensor:
-    """Returns [N]: the sums over consecutive runs of `counts_N` values each, such as the tokens of a trajectory's
-    samples."""
+    """Returns [N]: the sums of the first `counts_N[0]` values, of the next `counts_N[1]` values, and so on."""
     of_S = torch.arange(len(counts_N)).repeat_interleave(counts_N)
     return values_S.new_zeros(len(counts_N)).index_add(0, of_S, values_S)

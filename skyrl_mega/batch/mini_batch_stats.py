@@ -18,7 +18,9 @@ from skyrl_mega.trajectories.sequences import Sequences
 def token_selections(
     minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequence[int]
 ) -> dict[str, list[Tensor]]:
-    """Returns the token selections of the loss as columns, bool [T] for each mini-batch; {} without a selection.
+    """Returns the selections of tokens made by the loss: name of the column → bool [T] for each mini-batch.
+
+    The result is {} if the loss selects no tokens. The names are `selection.COVARIANCE` and `selection.ENTROPY`.
 
     Args:
         minis: Mini-batches with weights, advantages and the columns in `selection.columns_needed`.
@@ -34,7 +36,12 @@ def token_selections(
 
 
 def mean_importance_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
-    """Returns the divisor of a mini-batch's importance weights; 1 without `importance_normalize`."""
+    """Returns the mean of a mini-batch's importance weights, the divisor of each; 1 without `importance_normalize`.
+
+    Args:
+        mini: A mini-batch with the columns `weights`, `old_logprobs` and `rollout_logprobs`.
+        algorithm: Defines the importance weights.
+    """
     if not algorithm.importance_normalize:
         return 1.0
     old, engine = mini["old_logprobs"], mini["rollout_logprobs"]

@@ -29,7 +29,11 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, trajectories: list[Trajectory]) -> Turns:
-        """Collects the answers of these trajectories."""
+        """Returns the nonempty answers of these trajectories.
+
+        The reward of an empty answer goes to the answer before (or to the first), and the part of a trajectory's reward
+        given to no answer goes to the last.
+        """
         answers_by_trajectory = [_answers(t) for t in trajectories]
         answers = [answer for answers in answers_by_trajectory for answer in answers]
         return cls(

@@ -61,21 +61,22 @@ class Samples:
 
     @property
     def total_weight(self) -> float:
-        """Sum of all token weights."""
+        """Sum of the weights in the loss over all tokens: Σ `counts` · column `weights`."""
         return float((self.counts * self.columns["weights"].double()).sum())
 
     def take(self, rows: Tensor) -> Samples:
-        """Returns the samples `rows`, int64, in that order."""
+        """Returns the samples at the indices `rows`, int64, in this order, with their counts and columns."""
         columns = {name: values[rows] for name, values in self.columns.items()}
         return Samples([self.parts[row] for row in rows.tolist()], self.counts[rows], columns, self.drawn, self.bare)
 
     def with_weights_only(self) -> Samples:
-        """Returns the samples with tokens and weights alone, as a critic or a reference needs them."""
+        """Returns the same samples with the column `weights` alone and without the trajectories' own columns, for a
+        critic or a reference."""
         return Samples(self.parts, self.counts, {"weights": self.columns["weights"]}, bare=True)
 
 
 def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
-    """Cuts a trajectory into training samples and returns a nonempty list.
+    """Returns the training samples of a trajectory, at least one.
 
     Args:
         t: A finished trajectory.
@@ -102,7 +103,7 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
 
 
 def trained_tokens(t: Trajectory, sample: Sample) -> int:
-    """Returns the number of policy tokens trained on in a sample."""
+    """Returns the number of policy tokens trained on in a sample of the trajectory `t`."""
     if (sample.trained_from, sample.end) == (0, t.length):
         return t.written
     spans = [(max(s.start, sample.trained_from), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
@@ -120,7 +121,7 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
         The sequences with the trajectories' columns, `drawn`, and `Samples.columns`.
 
     Raises:
-        RayError: A trajectory is lost.
+        RayError: A trajectory in the object store is lost.
     """
     stored = _fetch(part.ref for samples in batches if isinstance(samples, Samples) for part in samples.parts)
     left_out = frozenset() if driver_columns else DRIVER_COLUMNS
@@ -128,7 +129,13 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
 
 
 def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor) -> None:
-    """Adds columns with a value per sequence; `WEIGHT_COLUMNS` are 0 where the mask is 0."""
+    """Adds columns to `sequences`, in place: each sequence's value is repeated for all tokens of the sequence.
+
+    Args:
+        sequences: Receives the columns.
+        columns: Name → a value per sequence.
+        mask_T: Multiplies the columns in `WEIGHT_COLUMNS`.
+    """
     for name, values in columns.items():
         of_tokens = sequences.per_token(values)
         sequences[name] = of_tokens * mask_T if name in WEIGHT_COLUMNS else of_tokens
@@ -168,7 +175,8 @@ def _read(samples: Samples, stored: dict[Any, StoredTrajectory], left_out: froze
 
 
 def sampled_by_engine(sequences: Sequences) -> Tensor:
-    """Returns bool [T]: False for end tokens appended without an engine (`rollout.conversation: one_message`).
+    """Returns bool [T]: False for end tokens appended without an engine (`rollout.conversation: one_message`), else
+    True.
 
     Such a token ends a sample, with a NaN log-prob. Any other NaN is an engine fault and stays visible.
     """

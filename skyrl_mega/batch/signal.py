@@ -15,13 +15,14 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
-    """Returns True if trajectories earned different rewards, beyond rounding, in the comparison made by advantages.
+    """Returns True if the trajectories of a group have a learning signal: in at least one of the lists, the highest
+    reward exceeds the lowest by more than the tolerance and rounding.
 
     Equal to `algorithms.filters.informative_groups` in float64, without a tensor for each group.
 
     Args:
-        rewards: A list per compared quantity, with a reward per trajectory.
-        tolerance: Largest difference that still counts as equal.
+        rewards: Lists of rewards to compare, from `compared_rewards`; empty lists are ignored.
+        tolerance: Largest difference between highest and lowest that still counts as equal.
 
     Raises:
         ValueError: A reward is NaN or infinite.
@@ -37,8 +38,8 @@ def _differ(rewards: Sequence[float], tolerance: float) -> bool:
 
 
 def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
-    """Returns the lists of rewards compared by the estimator within a prompt, in the form expected by `rewards_differ`.
-    `judged` excludes trajectories with failed environments.
+    """Returns the lists of rewards that the estimator of advantages compares among the trajectories of a prompt, for
+    `rewards_differ`. `judged` are the prompt's trajectories without failure of the environment.
 
     By `advantage_traits.compares`, named: a list per named reward with a nonzero weight. turns: the answers' rewards by
     turn; a missing answer counts as the mean of all, with advantage 0. returns: the reward from a turn on, for
@@ -59,5 +60,6 @@ def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -
 
 
 def rounded_reward(reward: float) -> float:
-    """Rounds a reward to six significant digits, and magnitudes up to 1e-9 to 0, to count equal rewards."""
+    """Returns a reward rounded to six significant digits, or 0 for magnitudes up to 1e-9; for counting equal
+    rewards."""
     return 0.0 if abs(reward) <= LEAST else float(f"{reward:.6g}")
