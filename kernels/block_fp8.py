@@ -25,7 +25,8 @@ SMALLEST_AMAX = 1e-4
 
 
 def blocks_touched(rows: int, columns: int, row0: int = 0, col0: int = 0) -> tuple[int, int]:
-    """Returns the number of block rows and block columns touched by a shard [rows, columns] at (row0, col0)."""
+    """Returns (I, J): how many rows and columns of blocks a shard [rows, columns] touches that begins at row `row0` and
+    column `col0` of the whole matrix."""
     return _touched(rows, row0), _touched(columns, col0)
 
 
@@ -38,6 +39,9 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
     Returns:
         float32, [I, J] or [S, I, J].
+
+    Raises:
+        ValueError: The weight is empty, or neither 2- nor 3-dimensional.
     """
     _check(weight_SRC)
     if weight_SRC.is_cuda:
@@ -48,12 +52,13 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Returns the scales for magnitudes of whole blocks: float32 of the same shape, never 0."""
+    """Returns max(amax, `SMALLEST_AMAX`) / 448, the scales of blocks with these largest magnitudes: float32 of the same
+    shape."""
     return amax.clamp(min=SMALLEST_AMAX) / LARGEST
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Returns the shard in E4M3, rounded to nearest even.
+    """Returns weight / scale for every element of the shard, in E4M3, rounded to nearest even.
 
     Args:
         weight_SRC: See `block_amax`.
@@ -64,7 +69,7 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
         float8_e4m3fn, contiguous, of the weight's shape.
 
     Raises:
-        ValueError: The shape of the scales does not match the blocks touched.
+        ValueError: The weight is empty, or the shape of the scales does not match the blocks touched.
     """
     _check(weight_SRC, scales_SIJ, row0, col0)
     if weight_SRC.is_cuda:

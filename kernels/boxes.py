@@ -40,7 +40,7 @@ class Region(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """Bytes of the box: elements · bytes of `dtype`."""
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, owner: Tensor) -> Tensor:
@@ -49,7 +49,12 @@ class Region(NamedTuple):
 
 
 def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
-    """Returns each view as a box that covers a whole tensor."""
+    """Returns a region per tensor of `views`, covering the whole tensor.
+
+    Args:
+        views: Tensors; tensor i gets owner i.
+        offsets: Start of each tensor in the flat buffer, in bytes.
+    """
     return [
         Region(i, 0, tuple(view.shape), view.stride(), view.dtype, offset)
         for i, (view, offset) in enumerate(zip(views, offsets, strict=True))
@@ -57,10 +62,10 @@ def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copies an array to a device, through pinned memory: for other memory the host would wait for all work of the
-    stream.
+    """Returns a copy of an array on a device. On CUDA the copy is asynchronous, through pinned memory.
 
-    A stream waiting for a vanished peer never ends, and torch's own wait knows no time limit.
+    From other memory the host would wait for all work of the stream, without a time limit; a stream that waits for a
+    vanished peer never ends.
     """
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
@@ -82,7 +87,7 @@ class Boxes:
             raise ValueError(f"boxes need regions with offsets of at least 0, not {list(regions)[:8]}")
         self.regions, self.device = tuple(regions), device
         self.nbytes = max(region.offset + region.nbytes for region in regions)
-        """Minimum size of the flat buffer in bytes."""
+        """Minimum size of the flat buffer in bytes: the highest end of a region."""
         self._table = None
         if device.type in TABLE_DEVICES:
             from skyrl_mega.kernels.boxes_triton import Table
@@ -91,15 +96,18 @@ class Boxes:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the table on the device; 0 before the first use."""
+        """Bytes of the table on the device; 0 before the first use, and always 0 on a CPU."""
         return 0 if self._table is None else self._table.nbytes
 
     def pack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box into a flat buffer.
+        """Copies every box from the tensors into the flat buffer, at the box's offset.
 
         Args:
-            owners: The tensors, with the shapes that the regions were made for.
-            flat: uint8 [at least nbytes], contiguous, 8-byte aligned on a GPU.
+            owners: The tensors, in the order of `Region.owner`, with the shapes and strides described by the regions.
+            flat: uint8 [at least nbytes], contiguous, 8-byte aligned on a GPU. Overwritten.
+
+        Raises:
+            ValueError: `flat` is no such buffer.
         """
         self._check(flat)
         if self._table is None:
@@ -108,7 +116,7 @@ class Boxes:
             self._table.copy(owners, flat, pack=True)
 
     def unpack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box out of the flat buffer; see `pack`."""
+        """Copies every box from the flat buffer into the tensors `owners`, the reverse of `pack`."""
         self._check(flat)
         if self._table is None:
             unpack_reference(self.regions, owners, flat)
@@ -116,7 +124,11 @@ class Boxes:
             self._table.copy(owners, flat, pack=False)
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
-        """Returns `checksum.checksum` of every box in the tensors: int64 [regions], on the device."""
+        """Returns the 64-bit checksum (`checksum.checksum`) of every box in the tensors `owners`.
+
+        Returns:
+            [regions] on the device; int64 with the bits of the unsigned checksums.
+        """
         if self._table is None:
             return checksums_reference(self.regions, owners)
         return self._table.checksums(owners)
@@ -129,7 +141,7 @@ class Boxes:
 
 
 def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Packs with a copy per box."""
+    """Computes `Boxes.pack` in torch, with a copy per box, on any device."""
     for region in regions:
         box, target = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
         if target.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
@@ -139,7 +151,7 @@ def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Te
 
 
 def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Unpacks with a copy per box."""
+    """Computes `Boxes.unpack` in torch, with a copy per box, on any device."""
     for region in regions:
         source = flat[region.offset : region.offset + region.nbytes]
         if source.storage_offset() % region.dtype.itemsize:
@@ -148,6 +160,6 @@ def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: 
 
 
 def checksums_reference(regions: Sequence[Region], owners: Sequence[Tensor]) -> Tensor:
-    """Computes the checksums one after the other."""
+    """Computes `Boxes.checksums` on the CPU, a box at a time; the result is on the device of the tensors."""
     sums = [checksum.checksum(region.of(owners[region.owner])) for region in regions]
     return torch.from_numpy(np.array(sums, np.uint64).view(np.int64)).to(owners[0].device)

@@ -63,11 +63,12 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Memory on the device."""
+        """Bytes of the table on the device; 0 before the first use."""
         return 0 if self._tiles is None else self._tiles.rows.nbytes + self._tiles.of_tile.nbytes
 
     def copy(self, owners: Sequence[Tensor], flat: Tensor, *, pack: bool) -> None:
-        """Copies all boxes into `flat`, or out of `flat`, with a launch per word width.
+        """Copies all boxes from the tensors `owners` into `flat`, or with `pack` False from `flat` into the tensors,
+        with a launch per word width.
 
         Raises:
             ValueError: The buffer's address is not a multiple of 8 bytes.

@@ -87,7 +87,7 @@ class Inputs:
             raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
 
     def columns(self, part: slice) -> Inputs:
-        """Returns the inputs restricted to some columns."""
+        """Returns the inputs for the columns `part` of this rank alone; the weight is a view."""
         valid = min(max(self.head.valid - part.start, 0), part.stop - part.start)
         head = replace(self.head, first=self.head.first + part.start, valid=valid)
         return replace(self, weight_vH=self.weight_vH[part], head=head)
@@ -113,11 +113,15 @@ class Saved:
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """Returns the quantities over this rank's columns, [Q, S, T], to be reduced by `merge`; SQUARES only with
-    `squares`.
+    """Runs the forward pass over this rank's columns of the vocabulary.
+
+    Args:
+        inputs: Hidden states, weight and targets.
+        squares: True to compute Σ e² too, for the sum of squared probabilities.
 
     Returns:
-        float32, float64 from float64.
+        [Q, S, T]: the quantities PEAK, TOTAL, MOMENT, TARGET (and SQUARES) of each split and token, to be reduced by
+        `merge`; float32, or float64 from float64.
     """
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
@@ -127,7 +131,8 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 
 
 def merge(parts_QST: Tensor) -> Tensor:
-    """Merges the sums of all splits or ranks to [Q, T]. Overwrites `parts_QST`."""
+    """Returns the quantities over all splits (or ranks), [Q, T], from the quantities of each split. Overwrites
+    `parts_QST`."""
     peak_T = parts_QST[PEAK].amax(0)
     rebase(parts_QST, peak_T)
     merged = parts_QST.sum(1)
@@ -136,7 +141,8 @@ def merge(parts_QST: Tensor) -> Tensor:
 
 
 def rebase(sums: Tensor, peak_T: Tensor) -> None:
-    """Rescales quantities [Q, T] or [Q, S, T] to a higher peak, in place. Row PEAK is invalid afterwards."""
+    """Rescales quantities [Q, T] or [Q, S, T] from their own peaks to the higher peak `peak_T`, in place. Row PEAK is
+    invalid afterwards."""
     shift = sums[PEAK].sub_(peak_T)
     sums[MOMENT].addcmul_(shift, sums[TOTAL])
     factor = shift.exp_()
@@ -147,9 +153,11 @@ def rebase(sums: Tensor, peak_T: Tensor) -> None:
 
 
 def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
-    """Returns log-probs in nats [T], Σ p² [T] or None, and `Saved` with the entropy.
+    """Computes the results of the forward pass from the quantities over the whole vocabulary, [Q, T].
 
-    `sums_QT` are the quantities over the whole vocabulary.
+    Returns:
+        The targets' log-probs in nats [T]; Σ p² [T], or None without the quantity SQUARES; and the values saved for the
+        backward pass, with the entropy in nats.
     """
     log_sum_T = sums_QT[TOTAL].log()
     entropy_T = log_sum_T - sums_QT[MOMENT] / sums_QT[TOTAL]
@@ -171,7 +179,7 @@ def gradients(
         inputs: The inputs of the forward pass.
         saved: Results over the whole vocabulary.
         grad_logprobs_T, grad_entropy_T: Incoming gradients of each log-prob and entropy, in the dtype of `saved`;
-            without the latter no gradient flows through the entropy.
+            None for the entropy if no gradient flows through it.
     """
     hidden, weight = inputs.hidden_TH, inputs.weight_vH
     tokens, columns = len(hidden), chunk_columns(*weight.shape)
@@ -192,9 +200,11 @@ def gradients(
 def logit_gradients(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Writes the gradient with respect to the products hidden · weight, before soft cap and temperature.
+    """Writes the gradient with respect to the products hidden · weight, before soft cap and temperature, into `out_Tv`.
 
-    The result goes to `out_Tv` [T, v], v columns of this rank; see `gradients`.
+    Args:
+        inputs, saved, grad_logprobs_T, grad_entropy_T: See `gradients`.
+        out_Tv: [T, v] for the v columns of `inputs`; overwritten.
     """
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
@@ -230,17 +240,19 @@ def backward_bytes(tokens: int, columns: int, hidden: int, itemsize: int) -> int
 
 
 def splits(columns: int) -> int:
-    """Returns the number of splits for this number of columns."""
+    """Returns S, the number of splits in which the forward pass sums this number of columns; at most `SPLITS`."""
     return -(-columns // split_columns(columns))
 
 
 def split_columns(columns: int) -> int:
-    """Returns the columns of each split, except a shorter last split."""
+    """Returns the columns of each split of the forward pass, a multiple of `TILE_COLUMNS`; the last split may be
+    shorter."""
     return _whole_tiles(-(-columns // SPLITS))
 
 
 def chunk_columns(columns: int, hidden: int) -> int:
-    """Returns the columns with a gradient in memory at a time: about the hidden width, from 1,024 to 8,192."""
+    """Returns the columns of a chunk of the backward pass, with logit gradients in memory at a time: about the hidden
+    width, from 1,024 to 8,192, and at most `columns`."""
     return min(_whole_tiles(min(max(hidden, 1024), 8192)), columns)
 
 

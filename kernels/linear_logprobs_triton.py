@@ -42,14 +42,14 @@ FLOAT32 = Tile(64, 64, 32, warps=4, stages=3)
 
 
 def tile(hidden: Tensor) -> Tile:
-    """Returns the tile for the dtype and device of these hidden states."""
+    """Returns the tile sizes for the dtype of these hidden states and the shared memory of their device."""
     if hidden.element_size() > 2:
         return FLOAT32
     return HALF if loads(HALF) <= _shared_memory(hidden.device) else SMALL
 
 
 def loads(candidate: Tile) -> int:
-    """Returns the bytes of shared memory of a tile with 2-byte numbers."""
+    """Returns the bytes of shared memory that a program needs for the loads of this tile, with 2-byte numbers."""
     return candidate.stages * (candidate.tokens + candidate.columns) * candidate.depth * 2
 
 

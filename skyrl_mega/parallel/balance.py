@@ -11,12 +11,16 @@ import numpy as np
 def balance_groups(
     lengths: Sequence[int], group_of: Sequence[int], ranks: int, budget: int, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Splits sequences as `balance` does, keeping sequences with the same number in one micro-batch even above the
-    budget.
+    """Assigns sequences to ranks and micro-batches as `balance`, without splitting groups of sequences.
+
+    All sequences of a group share a micro-batch, even if the group exceeds the budget.
 
     Args:
         lengths, ranks, budget, multiple: See `balance`.
-        group_of: A number for each sequence.
+        group_of: The number of each sequence's group.
+
+    Returns:
+        `[rank][micro-batch][index of a sequence]`.
     """
     members: dict[int, list[int]] = {}
     for sequence, number in enumerate(group_of):
@@ -42,6 +46,9 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
         ranks: Data-parallel size.
         budget: Maximum tokens of a micro-batch.
         multiple: The pipeline size under virtual pipelining, else 1.
+
+    Raises:
+        ValueError: `ranks`, `budget` or `multiple` is below 1.
     """
     if ranks < 1 or budget < 1 or multiple < 1:
         raise ValueError(f"ranks {ranks}, budget {budget} and multiple {multiple} must be at least 1")

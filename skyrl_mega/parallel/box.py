@@ -23,11 +23,11 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements: the product of the shape."""
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the common part, or None if the boxes are disjoint."""
+        """Returns the box of the elements in both boxes of the same tensor, or None if the boxes share no element."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)
@@ -36,7 +36,7 @@ class Box(NamedTuple):
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def slices(self) -> tuple[slice, ...]:
-        """Returns the box as an index into the tensor."""
+        """Returns a slice per dimension: `tensor[box.slices()]` is the box."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
@@ -76,7 +76,8 @@ class Layout:
 
     @cached_property
     def distinct(self) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
-        """The distinct shard objects in order of first appearance, and the index of the shard object for every rank."""
+        """The distinct shard objects in order of first appearance, and for every rank the index of the rank's shard
+        among them."""
         places: dict[int, int] = {}
         which = tuple(places.setdefault(id(shard), len(places)) for shard in self.shards)
         return tuple(self.shards[which.index(i)] for i in range(len(places))), which

@@ -30,7 +30,8 @@ class ParallelDims:
     """The sizes of all parallel dimensions over `ranks` processes. `key` is the setting to name in errors.
 
     Raises:
-        UserError: A size does not divide the ranks, or there are virtual stages without pipeline stages.
+        UserError: The sizes do not divide the ranks; there are virtual stages, or layers of the first or last stage,
+            without pipeline stages; or these layers are no multiple of the virtual stages.
     """
 
     ranks: int = 1
@@ -81,7 +82,8 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, layout: LayoutConfig, ranks: int, key: str = "policy.layout") -> ParallelDims:
-        """Returns the grid of a configuration over `ranks` processes.
+        """Returns the grid of a configuration over `ranks` processes. `expert_tensor` null becomes 1 with expert
+        parallelism, else `tensor`.
 
         Args:
             layout: The settings of the layout.
@@ -89,7 +91,7 @@ class ParallelDims:
             key: The layout's setting, for errors.
 
         Raises:
-            UserError: A size does not divide the ranks.
+            UserError: The sizes do not fit together; see the class.
         """
         expert_tensor = layout.expert_tensor
         if expert_tensor is None:
@@ -109,19 +111,19 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """Data-parallel size of dense layers."""
+        """Data-parallel size of dense layers: ranks / (tensor · pipeline · context)."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
-        """Data-parallel size of experts."""
+        """Data-parallel size of experts: ranks / (expert_tensor · expert · pipeline)."""
         return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
 
     def coordinates(self, rank: int) -> RankCoords:
         """Returns the coordinates of `rank`.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: `rank` is negative, or not below `ranks`.
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not within 0..{self.ranks - 1}")
@@ -134,10 +136,11 @@ class ParallelDims:
         return RankCoords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """Returns the number of layers of each stage.
+        """Returns the number of layers of each pipeline stage, for a model with `num_layers` layers.
 
         Raises:
-            ValueError: The middle stages cannot be equal in size, or a stage cannot be cut into equal chunks.
+            ValueError: The stages without a given size cannot be equal in size, a stage would be empty, or a stage
+                cannot be cut into equal chunks.
         """
         requested = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         fixed = {stage: layers for stage, layers in requested.items() if layers is not None}
@@ -160,9 +163,9 @@ class ParallelDims:
         return range(first, first + sizes[pp])
 
     def holds_embedding(self, pp: int, chunk: int = 0) -> bool:
-        """Returns True if this chunk is the first of the model, with the embedding."""
+        """Returns True if chunk `chunk` of pipeline stage `pp` is the first of the model, with the embedding."""
         return pp == 0 and chunk == 0
 
     def holds_head(self, pp: int, chunk: int = 0) -> bool:
-        """Returns True if this chunk is the last of the model, with final norm and output projection."""
+        """Returns True if chunk `chunk` of pipeline stage `pp` is the last of the model, with final norm and head."""
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1

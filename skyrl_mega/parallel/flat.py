@@ -14,7 +14,7 @@ from math import prod
 from skyrl_mega.parallel.box import Box, Shard
 
 Run = tuple[int, int]
-"""Elements `start … stop` of a flattened local tensor."""
+"""(start, stop): elements `start … stop - 1` of a flattened local tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class FlatPiece:
 
 
 def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
-    """Yields the boxes of a run of a tensor with shape `shape`, in order; none for an empty run."""
+    """Yields boxes that together contain exactly the elements of a run of a tensor with shape `shape`, in order; none
+    for an empty run."""
     start, stop = run
     if start >= stop:
         return
@@ -47,11 +48,11 @@ def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
 
 
 def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
-    """Returns the parts of the global tensors held by the runs; local elements not covered by a piece are left out.
+    """Returns the boxes of global tensors whose elements lie in the runs. Padding, which no piece covers, is left out.
 
     Args:
         shard: The rank's shard.
-        runs: Local tensor → elements; other local tensors hold nothing.
+        runs: Local tensor → run of its elements; local tensors not listed are left out.
     """
     boxes = {param: list(run_boxes(shard.params[param], run)) for param, run in runs.items()}
     pieces = []
