@@ -65,7 +65,7 @@ class LocalBox:
 
     @property
     def name(self) -> str:
-        """Name of the entry."""
+        """Name of the box in a file, from `entry_name`."""
         return entry_name(self.tensor, self.box, self.kind)
 
 
@@ -85,7 +85,7 @@ class BoxEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of the elements: number of elements · bytes of `dtype`."""
         return self.box.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
     Args:
         tensor: Name of the tensor.
         box: The box.
-        kind: Kind of the values: weight, master weight, or a moment of Adam.
+        kind: Kind of the values: `WEIGHT`, `MASTER`, `EXP_AVG` or `EXP_AVG_SQ`.
     """
     at = ",".join(f"{a}:{a + n}" for a, n in zip(box.start, box.shape, strict=True))
     return f"{tensor}[{at}].{kind}"
@@ -113,12 +113,12 @@ def file_name(rank: int) -> str:
 
 
 def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
-    """Writes a new file through to the disk; returns size and checksum.
+    """Writes the boxes into a new safetensors file, flushes the file to the disk, and returns its size and checksum.
 
-    The header is written last, so an interrupted file is no safetensors file.
+    Several threads write. The header is written last, so an interrupted file is no safetensors file.
 
     Raises:
-        OSError: The file system failed, or the file exists already.
+        OSError: The file exists already, or the file system failed.
     """
     ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)  # aligns every entry
     ends = list(accumulate(part.values.numel() * part.values.dtype.itemsize for part in ordered))
@@ -167,10 +167,15 @@ def _header(parts: Sequence[LocalBox], begins: Sequence[int], ends: Sequence[int
 
 
 def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[BoxEntry]:
-    """Returns the entries of these tensors in all files, from the files' headers.
+    """Returns the entries of these tensors in all files of a checkpoint, in the order of the files. Reads only headers.
+
+    Args:
+        folder: The checkpoint's folder.
+        header: The content of its checkpoint.json.
+        tensors: Hugging Face names.
 
     Raises:
-        UserError: A file's header cannot be read; names the file.
+        Damaged: A file's header cannot be read, or differs from the saved header; names the file.
     """
     return [entry for name in header.files for entry in _entries(folder / name, header, tensors)]
 
@@ -200,12 +205,17 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[B
 
 
 def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
-    """Fills parts from overlapping entries; reads only the elements needed.
+    """Fills the values of `parts` from the entries of the same tensor and kind; reads only the needed elements.
 
-    Values are converted to the part's type. An entry read completely is compared with its checksum.
+    Values are converted to the part's type. An entry read as a whole by one part is compared with its checksum.
+
+    Args:
+        entries: Entries of a checkpoint (`read_entries`).
+        parts: Boxes in memory; `values` are overwritten.
 
     Returns:
-        True if everything read was compared; False if entries were read in part (`check_entries` reads these).
+        True if all data read was compared with checksums; False if any entry was read in part (`check_entries` compares
+        entries as a whole).
 
     Raises:
         UserError: The entries contain too few or too many elements of a part; names the tensor.
@@ -245,7 +255,7 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
 
 
 def check_entries(entries: Sequence[BoxEntry]) -> None:
-    """Reads entries for comparison with the saved checksums.
+    """Reads entries as a whole, and compares each with its saved checksum.
 
     Raises:
         Damaged: An entry differs from its saved state; names tensor and file.
@@ -292,10 +302,10 @@ def _read(descriptor: int, entry: BoxEntry, box: Box, into: Tensor | None, buffe
 
 
 def compare(entry: BoxEntry, crc: int) -> None:
-    """Compares an entry's checksum with the saved checksum.
+    """Compares the CRC-32 of an entry's bytes as read, `crc`, with the saved CRC-32.
 
     Raises:
-        Damaged: The checksums differ.
+        Damaged: The checksums differ; names tensor and file.
     """
     if crc != entry.crc:
         raise Damaged(
@@ -305,13 +315,16 @@ def compare(entry: BoxEntry, crc: int) -> None:
 
 
 def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> None:
-    """Reads a box inside an entry, in C order.
+    """Reads a box inside an entry into `data`, in C order. Compares no checksum.
 
     Args:
-        descriptor: The entry's file, open.
+        descriptor: Descriptor of the entry's file, open for reading.
         entry: Entry to read from.
         box: Box in the entry's tensor, with global coordinates as in the entry.
         data: Destination, of the box's size in bytes.
+
+    Raises:
+        Damaged: The file ends before the box does.
     """
     shape, start = entry.box.shape, [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
     # Trailing dimensions read in full, and the dimension before them, form a single run of bytes.
@@ -335,18 +348,18 @@ def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> N
 
 
 class PinnedBlock:
-    """A block of host memory, pinned for copies from a GPU."""
+    """A block of `size` bytes of host memory, with `pinned` page-locked for copies to and from a GPU."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Returns the beginning of the buffer as a tensor."""
+        """Returns a view of the beginning of the block as a tensor."""
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 class PinnedBlocks:
-    """A pool of buffers, one per thread."""
+    """A pool of blocks of host memory, shared by threads."""
 
     def __init__(self, buffers: Sequence[PinnedBlock]) -> None:
         self._free: SimpleQueue[PinnedBlock] = SimpleQueue()
@@ -355,7 +368,8 @@ class PinnedBlocks:
 
     @contextmanager
     def borrow(self) -> Iterator[PinnedBlock]:
-        """Lends a buffer until the end of the `with`."""
+        """Gives a free block to the caller until the end of the `with`; waits, without limit, while no block is
+        free."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -377,7 +391,7 @@ def _strips(box: Box, itemsize: int) -> Iterator[slice]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns a contiguous tensor's bytes in host memory."""
+    """Returns the bytes of a contiguous tensor in host memory, as a writable view."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 

@@ -26,14 +26,15 @@ _OLD = ".metadata"
 
 
 class Damaged(UserError):
-    """A file of a checkpoint differs from its saved state."""
+    """Error for a checkpoint with a missing, cut off or changed file. A `UserError`: take another checkpoint."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of boxes as saved."""
+    """Size and checksum of a file of boxes when it was saved."""
 
     nbytes: int
+    """Size of the whole file."""
     crc: int
     """CRC-32 of the header."""
 
@@ -53,11 +54,17 @@ class Header:
     tensors: dict[str, tuple[int, ...]]
     """Global shapes by Hugging Face name."""
     files: dict[str, SavedFile]
+    """Name of a file in the folder → size and checksum."""
     format: int = FORMAT
+    """Version of the format."""
 
 
 def write_header(folder: Path, header: Header) -> None:
-    """Writes checkpoint.json and flushes file and folder to the disk; this completes the checkpoint."""
+    """Writes checkpoint.json and flushes file and folder to the disk; this completes the checkpoint.
+
+    Raises:
+        OSError: checkpoint.json exists already, or the file system failed.
+    """
     with writing(folder / HEADER), (folder / HEADER).open("x") as opened:
         json.dump(asdict(header), opened)
         opened.flush()
@@ -66,7 +73,7 @@ def write_header(folder: Path, header: Header) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's names to the disk."""
+    """Flushes a folder's entries to the disk (fsync), so that new and renamed files survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,10 +82,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def refuse_old(folder: Path) -> None:
-    """Refuses a checkpoint of an earlier version.
+    """Checks that a checkpoint was not written by an earlier version of the program.
+
+    Missing or unreadable files pass: `read_header` raises for them.
 
     Raises:
-        UserError: The checkpoint is of an earlier version; names the remedy.
+        UserError: The checkpoint has an earlier format; names the remedy.
     """
     fix = "go on with that version, or export it there (python -m skyrl_mega.export) and start a new run with "
     fix += "model.path set to the export"
@@ -99,11 +108,11 @@ def refuse_old(folder: Path) -> None:
 
 
 def read_header(folder: Path) -> Header:
-    """Reads the description of a checkpoint and checks the existence and length of all files.
+    """Returns the content of a checkpoint's checkpoint.json, after a check that every file exists with the saved size.
 
     Raises:
-        Damaged: The checkpoint is incomplete; names the file.
-        UserError: The checkpoint is of another version.
+        Damaged: checkpoint.json or another file is missing, damaged or of another size; names the file.
+        UserError: The checkpoint has another version of the format.
     """
     refuse_old(folder)
     file = folder / HEADER
@@ -133,10 +142,15 @@ def read_header(folder: Path) -> Header:
 
 
 def read_table(file: Path, header: Header) -> bytes:
-    """Returns the header of a file of boxes, including the eight bytes of the length.
+    """Returns the bytes of a file's safetensors header, including the eight bytes of the length, after a comparison
+    with the checksum in checkpoint.json.
+
+    Args:
+        file: A file of boxes.
+        header: The content of checkpoint.json.
 
     Raises:
-        Damaged: The header differs from the saved header.
+        Damaged: The header cannot be read, or differs from the saved header.
     """
     written = header.files[file.name]
     try:
@@ -160,8 +174,8 @@ def check_tables(folder: Path) -> None:
     """Checks that every file of a checkpoint was written by the checkpoint's own save, without reading tensors.
 
     Raises:
-        Damaged: A file belongs to another save or is incomplete; names the file.
-        UserError: The checkpoint is of another version.
+        Damaged: A file belongs to another save, is incomplete or is missing; names the file.
+        UserError: The checkpoint has another version of the format.
     """
     header = read_header(folder)
     for name in header.files:

@@ -16,10 +16,11 @@ COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
 
 def write_companion_files(folder: Path, source: Path, dtype: torch.dtype, fp8: bool = False) -> None:
-    """Writes the index, and copies configuration and tokenizer from `source`.
+    """Completes a directory of safetensors files: writes the index, copies configuration and tokenizer from `source`,
+    and writes the type of the weights into the copied config.json.
 
     Args:
-        folder: A directory with complete safetensors files; a single file needs no index.
+        folder: A directory with complete safetensors files; a single file gets no index.
         source: A Hugging Face directory.
         dtype: Type of the weights, written into config.json.
         fp8: True if the files are in the block FP8 of the source; otherwise config.json loses its quantization_config.

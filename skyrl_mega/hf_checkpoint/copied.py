@@ -26,7 +26,9 @@ Copied = Mapping[str, TensorEntry]
 
 
 def copies(source: Path, file_bytes: int) -> list[Copied]:
-    """Returns the tensors to copy from a Hugging Face directory, for each file to write.
+    """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write.
+
+    The list has an entry per file, and is empty if the model has all tensors.
 
     Args:
         source: The directory.
@@ -70,10 +72,10 @@ def unread_note(path: Path, hf: Mapping[str, Any]) -> str | None:
 
 
 def write_copy(tensors: Copied, file: Path) -> None:
-    """Writes a safetensors file with copies of the tensors, through to the disk.
+    """Writes a new safetensors file with copies of the tensors, and flushes the file to the disk.
 
     Raises:
-        OSError: The file system failed, or a file of the source ends too early.
+        OSError: The file exists already, the file system failed, or a file of the source ends too early.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -92,7 +94,7 @@ def write_copy(tensors: Copied, file: Path) -> None:
 
 
 def is_copy(tensors: Copied, file: Path) -> bool:
-    """Returns True if a written file equals the source, byte by byte."""
+    """Returns True if `file` contains exactly these tensors, in order, equal to the source byte by byte."""
     header = read_header(file)
     return list(header) == list(tensors) and all(
         (written := header[name]).dtype == entry.dtype

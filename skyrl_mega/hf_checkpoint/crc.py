@@ -12,7 +12,7 @@ _ONE = 1 << 31
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-32 of consecutive pieces of bytes, from the length and the CRC-32 of each piece."""
+    """Returns the CRC-32 of the concatenation of pieces, from (bytes, CRC-32) of each piece in order."""
     crc = 0
     for length, piece_crc in pieces:
         crc = _times(_shift(length), crc) ^ piece_crc

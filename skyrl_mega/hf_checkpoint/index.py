@@ -48,10 +48,10 @@ class TensorEntry:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json in the directory `path`.
+    """Returns the content of config.json in the Hugging Face directory `path`.
 
     Raises:
-        UserError: The file is missing or not valid JSON.
+        UserError: The directory or the file is missing, a file is not regular, or config.json is not valid JSON.
     """
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
@@ -65,9 +65,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, TensorEntry]:
-    """Checks that the directory contains every tensor of the architecture, complete; reads only headers.
+    """Checks that the directory contains every tensor of the model, complete. Reads only headers.
 
-    Returns the entry of each tensor.
+    Args:
+        path: The Hugging Face directory.
+        hf: The content of config.json; None reads the file.
+
+    Returns:
+        Name → entry of each tensor of the model.
 
     Raises:
         UserError: A tensor is missing or wrong, or a layer of the model has a tensor unknown to the architecture; names
@@ -82,15 +87,17 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Te
 def check_tensors(
     path: Path, tensors: Mapping[str, tuple[int, ...]], quantisation: BlockFp8 | None = None
 ) -> dict[str, TensorEntry]:
-    """Checks some of the tensors and opens only their files.
+    """Checks that these tensors are in the directory's files with the right shape and a supported type.
+
+    Opens only files with these tensors, and reads only headers.
 
     Args:
         path: The directory.
-        tensors: Name → shape of the tensors to check.
-        quantisation: Quantisation according to config.json.
+        tensors: Name → expected shape of the tensors to check.
+        quantisation: Quantisation according to config.json; None refuses matrices in FP8.
 
     Returns:
-        The entry of each tensor, with the entry of its scales.
+        Name → entry of each tensor; the entry of a matrix in block FP8 contains the entry of its scales.
 
     Raises:
         UserError: A tensor or its scales are missing, or have another shape or a type not supported.
@@ -121,10 +128,10 @@ def check_tensors(
 
 
 def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """Returns the tensors in the directory's files that belong to no layer and no other part of the model.
+    """Returns name → entry of the tensors in the directory's files that belong to no layer and no other part of the
+    model, such as layers for multi-token prediction. A run does not read these tensors; an export copies them.
 
-    Such tensors are layers for multi-token prediction, for example. An export copies them. A directory without weights
-    has none.
+    The result is {} if the model has all tensors, and for a directory without weights.
 
     Args:
         path: The directory.
@@ -167,16 +174,20 @@ def _entries(path: Path, names: Collection[str]) -> dict[str, TensorEntry]:
 
 
 def names_in(path: Path) -> set[str]:
-    """Returns all tensors in the directory's files, including tensors unknown to the model of config.json."""
+    """Returns the names of all tensors in the directory's files, including tensors unknown to the model.
+
+    Raises:
+        UserError: The index, or the only file, cannot be read.
+    """
     weight_map = _weight_map(path)
     return set(read_header(path / SINGLE)) if weight_map is None else set(weight_map)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Returns name → entry of the tensors in a file's header.
+    """Returns name → entry of the tensors in a safetensors file, from the header; checks the file's size.
 
     Raises:
-        UserError: The file is cut off or not in safetensors format.
+        UserError: The file cannot be read, is cut off, or is not in safetensors format.
     """
     try:
         size = os.path.getsize(file)

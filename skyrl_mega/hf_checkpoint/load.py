@@ -54,7 +54,7 @@ def load(
         params: The shard's local tensors.
         optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise
             left unchanged.
-        written: Called with the name of each local tensor once it is complete.
+        written: Called with the name of each local tensor after the tensor has been filled.
 
     Raises:
         UserError: A tensor is missing or misshapen, or a file is cut off; described in one line.
@@ -113,10 +113,12 @@ def save(
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write files, in turn; several need a shared file system.
         file_bytes: Size of a file, and of the host memory needed by a writer.
-        timeout_s: Seconds allowed for an exchange, with a file for each writer.
+        timeout_s: Time limit in seconds of one exchange, in which every writer receives the tensors of a file.
 
     Raises:
-        UserError: The directory contains anything not written by an export; raised on rank 0.
+        UserError: On rank 0: the directory contains anything not written by an export, or `source` cannot be read.
+        OSError: On the rank that could not write.
+        RuntimeError: On all other ranks, after an error on any rank; names the rank.
     """
     rank = dist.get_rank()
     with ExitStack() as stack:
@@ -158,7 +160,12 @@ def _types(source: Path, params: Mapping[str, Tensor]) -> Wire:
 
 
 def exported(folder: Path, names: set[str]) -> bool:
-    """Returns True if a folder with these entries contains exactly the files written by `save`."""
+    """Returns True if a folder contains exactly the files written by `save`, with unchanged sizes, and may be replaced.
+
+    Args:
+        folder: The folder.
+        names: Names of all its entries.
+    """
     try:
         sizes = json.loads((folder / _EXPORTED).read_text(encoding="utf-8"))
         return names == {*sizes, _EXPORTED} and all((folder / n).stat().st_size == sizes[n] for n in sizes)
@@ -226,8 +233,8 @@ def _gathered(
 
 
 def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
-    """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor); yields each file's
-    names.
+    """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor), and yields the names of
+    each file's tensors.
 
     Args:
         sizes: Bytes of each tensor.
@@ -245,7 +252,8 @@ def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Returns the names of a directory's safetensors files."""
+    """Returns the names of the `count` safetensors files of a directory: model.safetensors for a single file, else
+    model-00001-of-00003.safetensors and so on."""
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 

@@ -36,7 +36,7 @@ class TensorReader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, entry: TensorEntry, parts: Sequence[tuple[Box, Tensor]]) -> None:
-        """Fills local tensors with boxes of a tensor, converted to the local type.
+        """Fills local tensors with boxes of a tensor on disk, converted to the local tensor's dtype.
 
         A matrix in block FP8 becomes `number · scale`, computed in float32 and rounded once.
 
@@ -61,13 +61,20 @@ class TensorReader:
                     into[first : first + strip.shape[0]].copy_(values)
 
     def fp8(self, name: str, entry: TensorEntry, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns rows of a matrix in block FP8 and the scales of these rows' blocks, as in the files.
+        """Returns rows of a matrix in block FP8 and the scales of these rows' blocks, both as stored in the files.
 
         Args:
             name: Name of the tensor, for errors.
-            entry: The tensor.
-            first: First row, a multiple of the block.
+            entry: The tensor, with its scales.
+            first: First row, a multiple of 128.
             rows: Number of rows.
+
+        Returns:
+            The E4M3 numbers [rows, columns], a view of the reader's buffer that the next call overwrites; and the
+            scales [blocks of rows, blocks of columns].
+
+        Raises:
+            Damaged: The file ends before the tensor does.
         """
         assert entry.scales is not None
         box = Box((first, 0), (rows, entry.shape[1]))

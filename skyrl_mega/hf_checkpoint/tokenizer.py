@@ -28,6 +28,9 @@ FETCH = "fetch tokenizer.json and tokenizer_config.json again"
 def load(path: Path, key: str, *, lossless: bool = True) -> Any:
     """Returns a directory's tokenizer as loaded by transformers, with special tokens and chat template.
 
+    If the class named by the directory encodes differently from tokenizer.json, tokenizer.json is loaded without the
+    class.
+
     Args:
         path: Directory.
         key: Setting or option for the directory, named in errors.
@@ -70,8 +73,8 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
 
 
 def difference(tokenizer: Any, file_tokenizer: Tokenizer) -> str | None:
-    """Returns a description of a text handled differently by a tokenizer and its tokenizer.json; None without such a
-    text.
+    """Returns a description of the first test text, or added token, that a tokenizer encodes or decodes differently
+    from its tokenizer.json; None if all are equal.
     """
     for probe in (*ALWAYS, *KNOWN):
         ids, expected = (
