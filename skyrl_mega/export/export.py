@@ -38,21 +38,27 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The result of an export."""
+    """Facts about a finished export."""
 
     output: str
+    """The written directory."""
     checkpoint: str
+    """Folder of the exported checkpoint."""
     dtype: str
+    """Type of the files: `bfloat16`, `float32` or `block-fp8`."""
     tensors: int
+    """Number of the model's tensors, without scales and copied tensors."""
     files: int
+    """Number of safetensors files, including files of copied tensors."""
     nbytes: int
-    """Bytes of all tensors."""
+    """Bytes of all tensors in the files, including scales and copied tensors."""
     seconds: float
     """Seconds from the first check to the final rename, without verification."""
     verified: bool
     """True if every tensor was read back and compared."""
     without_master: tuple[str, ...]
-    """Tensors exported from the model's weights, because the optimizer holds no copy."""
+    """With origin "master", names of the tensors exported from the model's weights because the optimizer holds no
+    copy."""
     copied: int
     """Number of tensors copied from the model directory, because the model does not have them."""
     copied_bytes: int
@@ -76,9 +82,9 @@ def export(
     Args:
         source: The checkpoint.
         output: A new or empty directory.
-        dtype: Type of the files; None means the type of the exported values.
-        fp8: True for files in the block FP8 of the model directory.
-        origin: Source of the exported values.
+        dtype: Type of the files; None means the type of the exported values: the model's, or float32 for "master".
+        fp8: True for files in the block FP8 of the model directory; `dtype` is ignored.
+        origin: Source of the exported values: the model's "weights", or the optimizer's float32 copies, "master".
         workers: Number of processes; each needs two buffers of `job.SLAB_BYTES`, or of one row if larger.
         file_bytes: Maximum size of a file (at least one tensor).
         verify: True to read every tensor back and compare it bit by bit.

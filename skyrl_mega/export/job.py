@@ -46,19 +46,21 @@ writes then cover whole pages, at half the cost for the kernel.
 
 @dataclass(frozen=True)
 class Slab:
-    """Rows of a tensor, contiguous in the file."""
+    """Rows of a tensor, contiguous in the output file."""
 
     tensor: str
     first: int
+    """First row."""
     rows: int
+    """Number of rows."""
 
 
 @dataclass(frozen=True)
 class SlabBatch:
-    """Consecutive slabs of a file, written at once."""
+    """Consecutive slabs of an output file, written with one write."""
 
     file: int
-    """Index of the file."""
+    """Index in `ExportJob.files`."""
     slabs: tuple[Slab, ...]
 
 
@@ -72,6 +74,7 @@ class OutputFile:
     offsets: dict[str, int]
     """First byte of each tensor in the file."""
     nbytes: int
+    """Size of the file, header included."""
 
 
 Output = tuple[tuple[int, ...], torch.dtype]
@@ -90,7 +93,8 @@ class Fp8Source:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """Everything a worker needs to know."""
+    """The plan of an export: checkpoint entries to read, files and batches to write. Every worker gets the same
+    plan."""
 
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the model's tensors."""
@@ -118,7 +122,7 @@ class ExportJob:
     """File → tensors that are copied from the model directory."""
 
     def type_of(self, tensor: str) -> torch.dtype:
-        """Returns the type of a tensor in the files."""
+        """Returns the dtype of a tensor of the model in the output files; scales are listed by their own names."""
         return self.outputs[tensor][1]
 
     @property
@@ -128,17 +132,17 @@ class ExportJob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the files."""
+        """Bytes of all tensors in the files: the model's, their scales, and copied tensors."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.outputs.values()) + self.copied_bytes
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copied tensors."""
+        """Bytes of the tensors copied from the model directory."""
         return sum(entry.nbytes for tensors in self.copied.values() for entry in tensors.values())
 
     @cached_property
     def outputs(self) -> dict[str, Output]:
-        """Shape and type of the model's tensors and their scales in the files."""
+        """Name → shape and dtype of the model's tensors and their scales in the output files."""
         return _outputs(self.shapes, Wire(self.dtype, float32=self.float32), self.fp8)
 
 
@@ -153,14 +157,14 @@ def plan_job(
     fp8: Fp8Source | None = None,
     copied: Sequence[Copied] = (),
 ) -> ExportJob:
-    """Plans an export.
+    """Returns the plan of an export. Writes nothing.
 
     Args:
         hf: The model's config.json.
         header: The checkpoint's header.
         stored: The checkpoint's entries.
-        dtype: Type of the files; None means the type of the exported values.
-        origin: Source of the exported values.
+        dtype: Type of the files; None means the type of the exported values: the model's, or float32 for "master".
+        origin: Source of the exported values: the model's "weights", or the optimizer's float32 copies, "master".
         file_bytes: Maximum size of a file (at least one tensor).
         fp8: Block FP8 for the files; None means files without FP8. Other tensors then have the model's type.
         copied: Tensors to copy from the model directory, for each file.
@@ -205,7 +209,7 @@ def plan_job(
 
 
 def overlapping_entries(job: ExportJob, slab: Slab) -> Iterator[tuple[int, Box]]:
-    """Yields the entries that contain rows of a slab, by index, each with the box of these rows."""
+    """Yields every checkpoint entry with rows of a slab: the index in `job.entries`, and the box of these rows."""
     for index in job.entries_of[slab.tensor]:
         entry = job.entries[index]
         low = max(entry.box.start[0], slab.first)

@@ -36,7 +36,7 @@ def run(job: ExportJob, folder: Path, method: str, items: Sequence[int], workers
         folder: Folder of the files being written.
         method: Name of a method of `ExportWorker`.
         items: Arguments of the method.
-        workers: Number of processes; 1 works in the calling process.
+        workers: Number of processes; with 1, or a single item, the calling process does the work.
 
     Raises:
         WorkerDied: A process ended by itself or was killed.

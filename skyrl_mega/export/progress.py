@@ -17,19 +17,26 @@ QUIET_S = 10.0
 
 @dataclass
 class ExportPhase:
-    """A phase of the work."""
+    """A phase of an export, with the amount of work."""
 
     name: str
     total: int
+    """All work of the phase, in `unit`."""
     unit: str
+    """Unit of work: `bytes`, or the plural of another unit."""
     console: rich.console.Console | None
+    """Receiver of plain lines; None prints nothing."""
     bar: bars.Progress | None = None
+    """The live line on a terminal; None prints plain lines."""
     done: int = 0
+    """Finished work."""
     start: float = field(default_factory=time.monotonic)
+    """Start of the phase, in seconds of the monotonic clock."""
     last_print: float = field(default_factory=time.monotonic)
+    """Time of the last plain line, in seconds of the monotonic clock."""
 
     def advance(self, amount: int) -> None:
-        """Adds an amount of finished work, and prints a line if due."""
+        """Adds an amount of finished work; updates the live line, or prints a plain line every `QUIET_S` seconds."""
         self.done += amount
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=self.done)
@@ -38,7 +45,7 @@ class ExportPhase:
             self.console.print(self.line())
 
     def line(self) -> str:
-        """Returns the finished and the total amount with the mean rate, as text."""
+        """Returns the phase's name, the finished and the total amount, and for bytes the mean rate, as text."""
         seconds = max(time.monotonic() - self.start, 1e-6)
         if self.unit == "bytes":
             return f"{self.name}: {size(self.done)} of {size(self.total)}, {size(self.done / seconds)}/s"
@@ -46,14 +53,20 @@ class ExportPhase:
 
 
 class Progress:
-    """User-facing progress; silent if `out` is None."""
+    """The progress of an export, printed to `out`; None prints nothing."""
 
     def __init__(self, out: TextIO | None) -> None:
         self._console = rich.console.Console(file=out, highlight=False, markup=False, soft_wrap=True) if out else None
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
-        """Opens a phase of the work; prints a line with amount and rate at the end."""
+        """Yields a phase to be advanced within the `with`, and prints its line (`ExportPhase.line`) at the end.
+
+        Args:
+            name: Name of the phase, such as `write`.
+            total: All work of the phase.
+            unit: "bytes", or the plural of another unit.
+        """
         phase = ExportPhase(name, total, unit, self._console)
         if self._console and self._console.is_terminal:
             columns = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30)]
@@ -71,7 +84,7 @@ class Progress:
 
 
 def size(count: float) -> str:
-    """Formats a number of bytes for users; a GB is 10⁹ bytes."""
+    """Returns a number of bytes as text with a decimal unit from B to GB; a GB is 10⁹ bytes."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

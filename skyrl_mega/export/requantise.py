@@ -12,13 +12,14 @@ from skyrl_mega.kernels.block_fp8 import BLOCK
 def requantise(
     values_RC: Tensor, numbers_RC: Tensor, scales_IJ: Tensor, model: torch.dtype, powers_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the numbers [R, C] and scales [I, J] of weights, in the source's types.
+    """Quantises weights to the block FP8 of their source; returns numbers [R, C] and scales [I, J] in the source's
+    types.
 
-    A block equal to the source's block as loaded by the run stays as in the source. The scale of another block is its
-    largest magnitude / 448, as in vLLM, and its numbers are rounded to nearest even.
+    A block equal to the source's block, dequantised in the model's type, keeps the source's numbers and scale. Any
+    other block gets the scale largest magnitude / 448, as in vLLM, and numbers rounded to nearest even.
 
     Args:
-        values_RC: Weights, from a row of blocks on.
+        values_RC: Weights; the first row begins a row of blocks.
         numbers_RC: The source's E4M3 numbers of the same rows.
         scales_IJ: The source's scales of the same rows' blocks.
         model: Type of the model in training, in which the source was loaded.

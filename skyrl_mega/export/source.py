@@ -42,7 +42,7 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
         model: A Hugging Face directory; None means the run's `model.path`.
 
     Raises:
-        UserError: The checkpoint is missing or incomplete, or the model is missing.
+        UserError: The checkpoint is missing, incomplete or of an earlier version, or the model is missing.
     """
     if not path.is_dir():
         raise UserError("no such folder", key=path, fix="give a run's folder or one of its checkpoints")
@@ -66,7 +66,7 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
 
 
 def check_output(output: Path) -> None:
-    """Raises UserError if the output has content already, or cannot be written."""
+    """Raises UserError if the output folder contains anything already, or its disk cannot be written to."""
     refuse_folder(output, f"--output {output}")
     parent = disk_of(output)
     if not os.access(parent, os.W_OK):
@@ -74,7 +74,8 @@ def check_output(output: Path) -> None:
 
 
 def disk_of(output: Path) -> Path:
-    """Returns the folder that contains the export: the output, with links followed, or the nearest existing parent."""
+    """Returns an existing folder on the disk of the export: the output itself, with links followed, or its nearest
+    existing parent."""
     target = Path(os.path.realpath(output))
     return next(path for path in (target, *target.parents) if path.is_dir())
 

@@ -27,22 +27,25 @@ from skyrl_mega.parallel.box import Box
 
 
 class ExportMismatch(RuntimeError):
-    """Written data differs from the checkpoint."""
+    """Error for exported data that differs from the checkpoint or from the model directory."""
 
 
 class ReadRows(NamedTuple):
-    """Rows read from an entry, contiguous in the entry's file."""
+    """Rows read from a checkpoint entry, contiguous in the entry's file, with their checksum."""
 
     entry: int
-    """Index of the entry in the job."""
+    """Index in `ExportJob.entries`."""
     row: int
+    """First row, in the whole tensor."""
     nbytes: int
     crc: int
     """CRC-32 of the bytes."""
 
 
 class ExportWorker:
-    """A process's part of an export. Keeps nothing but two buffers of `job.buffer_bytes`; FP8 takes a few more.
+    """A process's part of an export. Each method works on one item of the plan, given by index.
+
+    Memory: two buffers of `job.buffer_bytes`, and a few more with FP8.
 
     Args:
         job: The plan.
@@ -58,7 +61,8 @@ class ExportWorker:
         self._places = {tensor: (file.name, at) for file in job.files for tensor, at in file.offsets.items()}
 
     def write(self, index: int) -> tuple[int, list[ReadRows]]:
-        """Writes a batch; returns the bytes written, and checksums of the data read."""
+        """Writes batch `index` of `job.batches` into its file; returns the bytes written, and checksums of the data
+        read."""
         batch = self.job.batches[index]
         pieces: list[ReadRows] = []
         at = scale_bytes = 0
@@ -112,13 +116,13 @@ class ExportWorker:
             _write(opened.fileno(), data, offset + row * prod(shape[1:]) * dtype.itemsize)
 
     def copy(self, index: int) -> int:
-        """Writes a file of copied tensors; returns the bytes."""
+        """Writes file `index` of `job.copied` with the tensors from the model directory; returns the tensors' bytes."""
         name, tensors = list(self.job.copied.items())[index]
         write_copy(tensors, self.folder / name)
         return sum(entry.nbytes for entry in tensors.values())
 
     def compare_blocks(self, index: int) -> int:
-        """Compares the numbers and scales of a batch with the files as read by safetensors, bit by bit.
+        """Compares the FP8 matrices of batch `index` with the files as read by safetensors, bit by bit; returns 0.
 
         Raises:
             ExportMismatch: The files differ; names the tensor.
@@ -137,7 +141,7 @@ class ExportWorker:
         return 0
 
     def compare_copy(self, index: int) -> int:
-        """Compares a file of copied tensors with the source, byte by byte.
+        """Compares file `index` of `job.copied` with the model directory, byte by byte; returns 0.
 
         Raises:
             ExportMismatch: The files differ; names the written file.
@@ -148,17 +152,18 @@ class ExportWorker:
         return 0
 
     def flush(self, index: int) -> int:
-        """Flushes a file to the disk."""
+        """Flushes file `index` of `job.files` to the disk; returns 0."""
         path = self.folder / self.job.files[index].name
         with writing(path), open(path, "rb") as opened:
             os.fsync(opened.fileno())
         return 0
 
     def compare(self, index: int) -> int:
-        """Compares an entry with the files as read by safetensors, bit by bit; returns the number of elements
-        compared.
+        """Compares entry `index` of `job.entries` with the files as read by safetensors, bit by bit; returns the number
+        of elements compared.
 
-        The entry's own bytes are compared with the saved CRC-32.
+        The entry's bytes are also compared with the saved CRC-32. For FP8 matrices that is the only comparison here;
+        `compare_blocks` compares the values.
 
         Raises:
             ExportMismatch: The files differ; names the tensor and the entry.
