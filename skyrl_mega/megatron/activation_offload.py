@@ -39,7 +39,7 @@ bytes."""
 
 
 def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: torch.device) -> HostPages:
-    """Makes `count` layers of a rank keep saved activations in host memory.
+    """Makes `count` layers of a rank keep saved activations in host memory, by replacing `forward` of all layers.
 
     Args:
         stages: The layers of each of the rank's model chunks, in order.
@@ -84,8 +84,8 @@ class HostPages:
         self._stream: torch.cuda.Stream | None = None
 
     def allocate(self, size: int) -> PageRange:
-        """Returns pages for `size` bytes, allocating missing pages. Garbage collection of the result frees the
-        pages."""
+        """Returns a range of pages for `size` bytes, allocating missing pages. The pages become free again when the
+        result is garbage-collected."""
         missing = -(-size // self.page) - len(self.free)
         for _ in range(missing):
             self.free.append(HostMemory(self.page, self.device))
@@ -95,8 +95,8 @@ class HostPages:
         return page_range
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Returns a context for copies that wait for all work issued so far, while later work does not wait for
-        them."""
+        """Returns a context in which copies run on a separate stream, after all work issued so far. Work issued later
+        does not wait for the copies."""
         if self.device.type == "cpu":
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(self.device)
@@ -104,11 +104,12 @@ class HostPages:
         return torch.cuda.stream(self._stream)
 
     def record_copies(self) -> torch.cuda.Event | None:
-        """Returns an event for the end of the copies issued so far; None without a stream."""
+        """Returns an event that marks the end of the copies issued so far; None before the first copy, and on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Makes all work issued from now on wait for `event`."""
+        """Makes all work issued to the device from now on wait for `event`; the host does not wait. None does
+        nothing."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -120,7 +121,8 @@ class PageRange:
         self.pages, self.page = pages, page
 
     def pieces(self, offset: int, size: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields `size` bytes from `offset` on, page by page: a uint8 view, and the number of bytes before the view."""
+        """Yields `size` bytes from byte `offset` on, page by page: a uint8 view, and the number of bytes already
+        yielded."""
         done = 0
         while done < size:
             index, start = divmod(offset + done, self.page)
@@ -129,7 +131,7 @@ class PageRange:
             done += length
 
     def release_pages(self) -> None:
-        """Marks the pages as unused for now; see `HostMemory.release_pages`."""
+        """Stops counting the pages as memory of the process, with contents kept; see `HostMemory.release_pages`."""
         for page in self.pages:
             page.release_pages()
 
@@ -141,7 +143,9 @@ class SavedStorage:
     storage: torch.UntypedStorage | None
     """The storage on the device; None while only the host holds the bytes."""
     size: int
+    """Bytes; 0 until the end of the layer's forward pass."""
     layer_pass: LayerPass
+    """The pass that saved the storage."""
     host_offset: int = 0
     """Offset in `page_range`, in bytes."""
     page_range: PageRange | None = None
@@ -160,7 +164,9 @@ class SavedView:
     saved: SavedStorage
     dtype: torch.dtype
     offset: int
+    """First element in the storage."""
     size: torch.Size
+    """Shape of the tensor."""
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
@@ -235,7 +241,8 @@ class LayerPass:
         self._moved_refs = [weakref.ref(saved) for saved in self._offloading]
 
     def free_device_memory(self) -> None:
-        """Frees the device memory of the storages copied to the host."""
+        """Frees the device memory of the storages being copied to the host, after the end of the copies on the
+        device."""
         if self._offloading:
             self.pages.wait(self._copies_done)
             for saved in self._offloading:
@@ -243,7 +250,7 @@ class LayerPass:
             self._offloading, self._copies_done, self._offloaded = [], None, True
 
     def start_reload(self) -> None:
-        """Starts copying the storages back to the device."""
+        """Starts copying the storages back to the device, unless they are still there or the copy has begun."""
         self._offloading = []  # storages still on the device stay there
         if not self._offloaded:
             return

@@ -76,7 +76,15 @@ class MegatronActor:
             torch.cuda.set_device(self.device)
 
     def open_store(self, host: str, timeout_s: float) -> int:
-        """Opens the rendezvous store of the group on rank 0, on a port picked by the system, and returns the port."""
+        """Opens the rendezvous store of the model's process group, on a port picked by the system, and returns the
+        port.
+
+        Call on rank 0 only, before `join`.
+
+        Args:
+            host: Address of this node, to be reached by all ranks.
+            timeout_s: Time limit in seconds of operations on the store.
+        """
         self.store = dist.TCPStore(
             host, 0, self.parallel.ranks, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
@@ -109,7 +117,7 @@ class MegatronActor:
         )
 
     def load(self, path: str) -> None:
-        """Loads weights from a Hugging Face directory."""
+        """Loads the model's weights from a Hugging Face directory."""
         self.rank.load(Path(path))
 
     def keep_reference(self, path: str) -> None:
@@ -117,7 +125,8 @@ class MegatronActor:
         self.rank.keep_reference(Path(path))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replaces the optimizer by a new optimizer, possibly with other settings (after the supervised warm-up)."""
+        """Replaces optimizer and learning-rate schedule by new objects with these settings (after the supervised
+        warm-up)."""
         self.rank.reset_optimizer(optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
@@ -126,15 +135,21 @@ class MegatronActor:
 
     @record_function("hold")
     def hold(self, minis: list[list[Samples | Sequences]]) -> None:
-        """Stores this rank's micro-batches of each mini-batch of an RL step, after reading the tokens of samples
-        from the object store.
+        """Stores this rank's micro-batches of each mini-batch of an RL step, in place of the previous step's.
+
+        The tokens of samples are read from the object store.
         """
         micros = iter(read_samples(list(chain(*minis))))
         self.minis = [[next(micros) for _ in mini] for mini in minis]
 
     def add(self, minis: list[list[np.ndarray]], name: str, per_sample: bool = False) -> None:
-        """Adds a column to the stored micro-batches: `minis` holds one array [T] per micro-batch, or with `per_sample`
-        a value per sequence."""
+        """Adds a column `name` to the stored micro-batches.
+
+        Args:
+            minis: For each micro-batch of each mini-batch an array with a value per token, [T].
+            name: Name of the column.
+            per_sample: True if the arrays hold a value per sequence, to be repeated for all tokens.
+        """
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
             column = torch.tensor(values)
             micro[name] = micro.per_token(column) if per_sample else column
@@ -162,7 +177,8 @@ class MegatronActor:
                     micro[column] = column_values
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
-        """Returns log-probs of the stored micro-batches, float32 [T] each; None except on the last pipeline stage.
+        """Computes log-probs of the stored micro-batches, float32 [T] each; returns None on all pipeline stages but the
+        last.
 
         Args:
             temperature: Divides the logits.
@@ -171,7 +187,8 @@ class MegatronActor:
         return None if results is None else [values.numpy() for values, *_ in results]
 
     def column(self, name: str) -> list[np.ndarray] | None:
-        """Returns a column of the stored micro-batches, [T] each; None if this rank did not compute the column."""
+        """Returns a column of the stored micro-batches, [T] each; None if a micro-batch on this rank lacks the
+        column."""
         micros = list(chain(*self.minis))
         return [micro[name].numpy() for micro in micros] if all(name in micro for micro in micros) else None
 
@@ -192,7 +209,7 @@ class MegatronActor:
     def train(
         self, mini: int, temperature: float, loss: str, figures: Figures | None = None, forward_only: int = 0
     ) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch and returns the metrics.
+        """Takes one optimizer step on a stored mini-batch and returns name → metric; see `ModelWorker.train`.
 
         Args:
             mini: Index of the mini-batch.
@@ -239,7 +256,7 @@ class MegatronActor:
         torch.cuda.empty_cache()
 
     def save(self, folder: str) -> None:
-        """Writes this rank's part of a checkpoint."""
+        """Writes this rank's part of a checkpoint into an empty folder. A collective of all ranks."""
         self.rank.save(Path(folder))
 
     def restore(self, folder: str) -> None:
@@ -253,13 +270,14 @@ class MegatronActor:
         self.rank.restore(Path(folder))
 
     def export(self, path: str, source: str) -> None:
-        """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
+        """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
+        `source`. A collective of all ranks."""
         self.rank.export(Path(path), Path(source))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measured(self) -> MemoryReading:
-        """Returns the memory use since the previous call."""
+        """Returns this rank's memory use since the previous call of this method."""
         return self.memory.read()
 
     def start_profile(self) -> None:
@@ -269,7 +287,7 @@ class MegatronActor:
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")
 
     def stop_profile(self, file: str, step: Span) -> dict[str, float]:
-        """Writes the recorded profile; see `RankProfiler.stop`."""
+        """Ends the recording of `start_profile` and writes the profile into `file`; see `RankProfiler.stop`."""
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
         return profiler.stop(Path(file), step)
@@ -277,9 +295,10 @@ class MegatronActor:
     # ---- weight sync -----------------------------------------------------------------------------------------------
 
     def connect_weights(self, info: dict[str, Any]) -> None:
-        """Joins the weight-sync group of policy ranks and engine workers.
+        """Joins the weight-sync group of policy ranks and engine workers, after leaving the previous group, if any.
 
-        `info` holds the fields of `weights.connection.Connection`.
+        Args:
+            info: The fields of `weights.connection.Connection`.
         """
         from skyrl_mega.weights.connection import Connection
 
@@ -295,6 +314,12 @@ class MegatronActor:
 
     @record_function("send_weights")
     def send_weights(self, checksums: bool) -> ExchangeReport:
-        """Sends this rank's part of the weights to the engines."""
+        """Sends this rank's part of the weights to the engines, and returns a report on the transfer.
+
+        Call after `connect_weights`.
+
+        Args:
+            checksums: True to verify every part after arrival; the same value in all processes.
+        """
         assert self.exchange is not None
         return self.exchange.run(source=self.rank.weights(), checksums=checksums)

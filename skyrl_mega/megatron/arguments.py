@@ -48,12 +48,13 @@ _WORDS = {
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Refuses options unknown to the installed megatron-core, or with a value of another type.
+    """Checks names and types of `policy.options` and related settings against the installed megatron-core.
 
-    Options are not checked if megatron-core is not installed, as in a dry run on another machine.
+    Nothing is checked if megatron-core is not installed, as in a dry run on another machine.
 
     Raises:
-        UserError: Names the field and the closest known names, or the value and the allowed type.
+        UserError: An option is unknown to megatron-core, with the closest known names; or a value has another type,
+            with the allowed type.
     """
     for key, options in megatron_options.options(policy, critic):
         known = fields(key) if options else {}
@@ -76,7 +77,8 @@ def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
 
 @cache
 def fields(key: str) -> dict[str, ast.expr]:
-    """Returns field name → annotation of a setting's class; empty if megatron-core is not installed."""
+    """Returns field name → annotation, as a syntax tree, of megatron-core's class for a setting in `CLASSES`; {} if
+    megatron-core is not installed."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         core = Path(folder) / "core"

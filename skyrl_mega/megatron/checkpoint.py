@@ -67,7 +67,7 @@ class RankState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """The model's dtype: that of the rank's first parameter."""
         return next(iter(self.params.values())).dtype
 
 
@@ -81,7 +81,9 @@ class _OwnedRun:
 
 
 def save(folder: Path, state: RankState) -> None:
-    """Writes this rank's part into `folder`, which must be an empty directory. A collective of a few bytes per rank.
+    """Writes this rank's part of a checkpoint into `folder`, an empty directory; rank 0 then completes the checkpoint.
+
+    A collective of all ranks, which exchange only a few bytes.
 
     Raises:
         RuntimeError: A rank could not write; names the rank and the reason.
@@ -105,7 +107,7 @@ def save(folder: Path, state: RankState) -> None:
 
 
 def load(folder: Path, state: RankState) -> None:
-    """Reads this rank's part of `folder` into model, optimizer and schedule. A collective.
+    """Reads this rank's part of the checkpoint `folder` into model, optimizer and schedule. A collective of all ranks.
 
     All bytes read are verified with checksums. If ranks read entries only in part, as in another layout, the whole
     checkpoint is read a second time for verification, an equal share by each rank.

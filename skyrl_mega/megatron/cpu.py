@@ -89,7 +89,11 @@ def _no_compile(function: Any = None, **_: Any) -> Any:
 
 
 def stand_in() -> None:
-    """Replaces the CUDA names used by megatron-core, for this process. Call before the first import; idempotent."""
+    """Replaces the names of `torch` and `torch.cuda` that megatron-core uses, for this process, and imports parts of
+    megatron-core.
+
+    Call before the first import of megatron-core. Repeated calls do nothing.
+    """
     tensor: Any = torch.Tensor
     if tensor.type is _type:
         return

@@ -66,7 +66,7 @@ class EmulatedFp8:
             self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
 
     def begin(self) -> None:
-        """Rounds the weights for the next pass. A collective of all ranks."""
+        """Sets the rounded weights of all layers for the next pass. A collective of all ranks."""
         with torch.no_grad():
             if self._scales is not None:
                 self._scales.compute(self._params)
@@ -115,7 +115,8 @@ class Linear:
         tp_group: Any,
         **_: Any,
     ) -> Tensor:
-        """Returns the product [..., out] of `input` [..., in], with megatron-core's communication."""
+        """Returns the product [..., out] of `input` [..., in] and the rounded weight, with megatron-core's
+        communication."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
@@ -124,7 +125,7 @@ class Linear:
         return out if bias is None else out + bias
 
     def round_weight(self, weight: Tensor) -> None:
-        """Sets `weight` and `transposed`, for recipes with scales local to a rank's weight."""
+        """Sets `weight` and `transposed` from an unrounded weight [out, in], for recipes other than `fp8_blockwise`."""
         if self.recipe == "mxfp8":
             self.weight = fp8_rounding.microscaled(weight)
             self.transposed = fp8_rounding.microscaled(weight.t()).t()
@@ -132,7 +133,10 @@ class Linear:
             self.weight = self.transposed = fp8_rounding.tensor(weight, E4M3)
 
     def round(self, x: Tensor, kind: torch.dtype) -> Tensor:
-        """Rounds activations or gradients. Recipes with a scale per tensor round to `kind`, other recipes to E4M3."""
+        """Returns activations or gradients rounded to FP8 values, in their own dtype.
+
+        Recipes with a scale per tensor round to the format `kind`, other recipes to E4M3.
+        """
         match self.recipe:
             case "fp8_blockwise":
                 return fp8_rounding.blocks(x)

@@ -46,7 +46,9 @@ class ExpertBalance:
 
     @contextmanager
     def counting_choices(self, experts: int, device: torch.device) -> Iterator[None]:
-        """Counts the choices of the forward passes inside the context. A collective of the ranks with the same layers.
+        """Counts the experts chosen in the forward passes inside the context; sets `share` and `tokens` at the end.
+
+        A collective of the ranks with the same layers.
 
         Args:
             experts: E.
@@ -66,8 +68,8 @@ class ExpertBalance:
         """[M, 1]: tokens of the mini-batch."""
 
     def value(self) -> float:
-        """Returns the mean of E · Σ f_i P_i over all layers, after training on the mini-batch. A collective of all
-        ranks."""
+        """Returns the mean of E · Σ f_i P_i over all MoE layers of the model, without the coefficient. A collective of
+        all ranks. Call once, after training on the mini-batch."""
         dist.all_reduce(self.scores, group=_same_layers_group())
         sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
         dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())

@@ -37,7 +37,8 @@ ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
 
 
 def storage_tensors(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL) -> Iterator[Tensor]:
-    """Yields the tensors with the parameters' bytes; a parameter not in FP8 is yielded itself."""
+    """Yields the tensors that hold the parameters' bytes: the named `attributes` of a parameter in FP8, any other
+    parameter itself."""
     for p in params:
         if is_float8tensor(p):
             yield from (t for name in attributes if (t := getattr(p, name)) is not None)
@@ -46,7 +47,8 @@ def storage_tensors(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL)
 
 
 def merge_storages(params: Iterable[Tensor]) -> None:
-    """Moves the backward pass's numbers, and the scales of both passes, into one contiguous tensor each.
+    """Moves the FP8 numbers for the backward pass, and the scales of both passes, of all FP8 parameters into one
+    contiguous tensor each, of which the parameters hold views.
 
     The forward pass's numbers already lie in data parallelism's buffers. So a thousand experts are four copies to host
     memory instead of four thousand.
@@ -86,13 +88,14 @@ def sync_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantised_values(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters' values in the dtype of the model; parameters in FP8 are copied to the host."""
+    """Returns name → values in the dtype of the model: a copy in host memory of a parameter in FP8, any other parameter
+    itself."""
     return {name: dequantised(p).cpu() if is_float8tensor(p) else p.data for name, p in params.items()}
 
 
 @torch.no_grad()
 def dequantised(p: Any) -> Tensor:
-    """Returns the values of an FP8 parameter in the dtype of the model."""
+    """Returns the values of an FP8 parameter as a new tensor in the dtype of the model, on the same device."""
     values: Tensor = p.dequantize()
     return values
 
@@ -102,7 +105,8 @@ def _no_op() -> None:
 
 
 def round_into(p: Any, values: Tensor) -> None:
-    """Rounds values into the tensors of a parameter read by the forward pass."""
+    """Rounds values to FP8 and writes numbers and scales into the tensors of parameter `p` that a forward pass
+    reads."""
     rounded = p._quantizer(values)
     for name in FORWARD:
         getattr(p, name).copy_(getattr(rounded, name))
@@ -152,7 +156,8 @@ def load(
 
 
 def batches(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
-    """Yields the parameters' names in order, in groups of at most `PIECE` numbers or of one larger parameter."""
+    """Yields the names of the parameters in order, in groups of at most `PIECE` numbers; a larger parameter is a group
+    alone."""
     group: list[Name] = []
     size = 0
     for name, p in params.items():
@@ -203,8 +208,13 @@ class MasterWeights:
         params: Mapping[str, Tensor],
         readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Maps names to master weights. `readable` returns the present location of a tensor's values
-        (`megatron.residency`)."""
+        """Finds the master weights of all FP8 parameters in the optimizer.
+
+        Args:
+            optimizer: The optimizer of the parameters.
+            params: The rank's parameters by local name.
+            readable: Returns a tensor with the same values, wherever they are now (`megatron.residency`).
+        """
         names = {id(p): name for name, p in params.items() if is_float8tensor(p)}
         self._optimizer, self._readable = optimizer, readable
         self._runs = {
@@ -215,13 +225,14 @@ class MasterWeights:
         }
 
     def write(self, name: str, values: Tensor) -> None:
-        """Copies this rank's run of a whole parameter's values into the master weight."""
+        """Copies this rank's run of `values`, of the whole parameter `name`, into the master weight. Does nothing if
+        this rank trains no run of the parameter."""
         if name in self._runs:
             run, master = self._runs[name]
             master.data.copy_(values.view(-1)[run.start : run.end])
 
     def copies(self) -> dict[str, Tensor]:
-        """Returns copies of all master weights in host memory."""
+        """Returns name → copy in host memory of this rank's run of each master weight, for `restore`."""
         return {name: self._readable(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
@@ -230,7 +241,8 @@ class MasterWeights:
             self._runs[name][1].data.copy_(values)
 
     def round(self, chunks: Iterable[Any]) -> None:
-        """Rounds the masters into the parameters and gathers the result, as after an optimizer step. A collective."""
+        """Rounds the master weights into the parameters, and gathers the parameters over the data-parallel ranks, as
+        after an optimizer step. A collective."""
         for part in inner_optimizers(self._optimizer):
             part._copy_main_params_to_model_params()
         gather_parameters(chunks)

@@ -29,9 +29,10 @@ LOWEST = -127
 
 
 def power(amax: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns the largest power of two p such that `amax` · p fits the format: float32, the shape of `amax`.
+    """Returns the largest power of two p with `amax` · p within the range of the format `kind`: float32, the shape of
+    `amax`.
 
-    Returns 1 for 0, infinity and NaN.
+    For an `amax` of 0, infinity or NaN the result is 1.
     """
     ratio = torch.finfo(kind).max / amax
     _, exponent = torch.frexp(ratio)  # ratio = fraction · 2^exponent, fraction from 1/2 to 1
@@ -40,8 +41,8 @@ def power(amax: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Rounds a tensor of any shape to E4M3 or E5M2 with one power of two as scale; infinity becomes the largest number
-    of the format."""
+    """Returns a tensor of any shape rounded to values of E4M3 or E5M2 (`kind`) with one power of two as scale, in the
+    dtype of `x`; infinity becomes the largest number of the format."""
     if not x.numel():
         return x
     scale, largest = power(x.detach().abs().amax().float(), kind), torch.finfo(kind).max
@@ -49,7 +50,8 @@ def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def blocks(x_RC: Tensor) -> Tensor:
-    """Rounds to E4M3 with a float32 scale per 128 numbers of a row; the last block of a row may be shorter."""
+    """Returns `x_RC` rounded to values of E4M3 with a float32 scale per 128 numbers of a row, in the same dtype; the
+    last block of a row may be shorter."""
     parts, width = _parts(x_RC, BLOCK)
     amax = parts.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
@@ -57,7 +59,8 @@ def blocks(x_RC: Tensor) -> Tensor:
 
 
 def microscaled(x_RC: Tensor) -> Tensor:
-    """Rounds to E4M3 with a power-of-two scale per 32 numbers of a row; the last block of a row may be shorter."""
+    """Returns `x_RC` rounded to values of E4M3 with a power-of-two scale per 32 numbers of a row, in the same dtype;
+    the last block of a row may be shorter."""
     parts, width = _parts(x_RC, MICRO)
     fraction, exponent = torch.frexp(parts.abs().amax(-1, keepdim=True) / torch.finfo(E4M3).max)
     rounded_up = exponent - (fraction == 0.5).int()  # fraction · 2^exponent, fraction from 1/2 to 1

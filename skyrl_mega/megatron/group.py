@@ -33,16 +33,26 @@ class TrainGroup:
         self._splits: list[Split] = []
 
     def load(self, path: Path, waiting: Waiting | None = None) -> None:
-        """Loads a Hugging Face directory into all ranks. `waiting` receives the names of the ranks not ready."""
+        """Loads the weights of a Hugging Face directory into all ranks, and waits for the end.
+
+        Args:
+            path: The directory.
+            waiting: Called, during the wait, with the names of the ranks still loading.
+        """
         self._call("load", str(path.absolute()), waiting=waiting)
 
     def keep_reference(self, path: Path, waiting: Waiting | None = None) -> None:
-        """Keeps a frozen copy of the weights in `path` next to the policy's weights. `waiting` receives the names of
-        the ranks not ready."""
+        """Makes every rank keep the weights of a Hugging Face directory in host memory as reference, next to the
+        policy's.
+
+        Args:
+            path: The directory.
+            waiting: Called, during the wait, with the names of the ranks still loading.
+        """
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replaces the optimizer and schedule by new ones."""
+        """Replaces the optimizer and the learning-rate schedule of all ranks by new objects with these settings."""
         self._call("reset_optimizer", optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
@@ -50,8 +60,9 @@ class TrainGroup:
         self._call("set_algorithm", algorithm)
 
     def hold(self, minis: Sequence[Samples | Sequences], silent: Sequence[Tensor] | None = None) -> None:
-        """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones. The ranks
-        read the tokens of samples, and the group keeps no reference.
+        """Splits the mini-batches of an RL step into micro-batches and sends the micro-batches to the ranks, which
+        store them in place of the previous step's. The ranks read the tokens of samples; the group keeps only the
+        lengths.
 
         Args:
             minis: The mini-batches.
@@ -67,16 +78,17 @@ class TrainGroup:
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
     def forward_only(self, mini: int) -> Tensor:
-        """Returns the sequences of a stored mini-batch for which `train` computes metrics, but no backward pass."""
+        """Returns the indices, int64, of the sequences of a stored mini-batch for which `train` computes metrics, but
+        no backward pass."""
         return self._splits[mini].forward_only_sequences
 
     def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
-        """Adds a column to the micro-batches on the ranks.
+        """Adds a column to the micro-batches stored on the ranks.
 
         Args:
             name: Name of the column.
-            values: [T] for each mini-batch.
-            per_sample: True for a value per sequence instead, repeated over the tokens by the ranks.
+            values: For each mini-batch a value per token, [T].
+            per_sample: True if `values` hold a value per sequence, [S], which the ranks repeat for all tokens.
         """
 
         def cut(mini: int, rows: Tensor) -> Any:
@@ -105,9 +117,9 @@ class TrainGroup:
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
     def logprobs(self, *, temperature: float) -> list[Tensor]:
-        """Returns the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
+        """Computes the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
 
-        Uncounted tokens get 0 (`ModelWorker.logprobs`).
+        Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column.
         """
         return self._collected(self._call("logprobs", temperature))
 
@@ -118,7 +130,7 @@ class TrainGroup:
             name: Name of the column.
 
         Returns:
-            Float32 [T] for each mini-batch; 0 for uncounted tokens.
+            Float32 [T] for each mini-batch; 0 for tokens without a weight in the loss.
         """
         self._call("keep_values", name)
         return self.column(name)
@@ -128,6 +140,9 @@ class TrainGroup:
 
         Args:
             name: Name of the column.
+
+        Raises:
+            ValueError: No rank has the column.
         """
         return self._collected(self._call("column", name))
 
@@ -154,11 +169,12 @@ class TrainGroup:
     def train(
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
-        """Takes one optimizer step on a whole stored mini-batch, with final token weights in the columns, and returns
-        metrics.
+        """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks.
+
+        The mini-batch needs the columns of the loss, such as weights and advantages.
 
         Args:
-            mini: Index of the mini-batch.
+            mini: Index of the mini-batch in the latest `hold`.
             temperature: Divides the logits; unused by a critic.
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
             figures: Figures of the run for the loss; None takes the defaults.
@@ -180,7 +196,9 @@ class TrainGroup:
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
     def offload(self, parts: Sequence[str]) -> list[PendingCall]:
-        """Starts moving parts off all ranks' devices; each call returns the bytes copied.
+        """Starts moving parts of the state off the devices of all ranks, and returns a pending call per rank.
+
+        The result of a call is the number of bytes copied to host memory.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -188,7 +206,9 @@ class TrainGroup:
         return self.group.submit_all("offload", list(parts))
 
     def onload(self, parts: Sequence[str]) -> list[PendingCall]:
-        """Starts moving parts back to all ranks' devices; each call returns the bytes copied.
+        """Starts moving parts of the state back to the devices of all ranks, and returns a pending call per rank.
+
+        The result of a call is the number of bytes copied to the device.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -196,15 +216,16 @@ class TrainGroup:
         return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint into an empty directory; each rank writes one part."""
+        """Writes a checkpoint (weights, optimizer, schedule) into an empty directory; each rank writes one file."""
         self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
-        """Reads a checkpoint, saved in any layout; each rank reads one part."""
+        """Reads a checkpoint (weights, optimizer, schedule) saved in any layout into all ranks."""
         self._call("restore", str(folder.absolute()))
 
     def export(self, path: Path, source: Path) -> None:
-        """Writes a Hugging Face directory, with configuration and tokenizer from `source`."""
+        """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
+        `source`."""
         self._call("export", str(path.absolute()), str(source.absolute()))
 
     def _call(

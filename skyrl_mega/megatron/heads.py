@@ -29,7 +29,9 @@ def logprobs_of(
     chunk: int | None,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns log-probs and entropy, float32 [L] each, and with `squares` also Σ_v p(v)²; 0 for uncounted tokens.
+    """Returns log-probs and entropies of the targets in nats, float32 [L] each, and with `squares` also Σ_v p(v)².
+
+    Tokens that do not count (`counted_positions`) get 0.
 
     Args:
         model: The last chunk.
@@ -56,8 +58,8 @@ def logprobs_of(
 
 
 def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns the value of the state before each target, V(s_t) with token t sampled in s_t: float32 [L]; 0 if
-    uncounted.
+    """Returns the value of the state before each target, V(s_t) with token t sampled in s_t: float32 [L]; 0 for targets
+    that do not count (`counted_positions`).
 
     Every tensor rank computes all values from the same hidden states. So each rank holds the head's whole gradient, and
     its own part of the hidden states' gradient.
@@ -74,7 +76,8 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def counted_positions(micro: MicroBatch) -> Tensor:
-    """Returns the positions of counted targets, int64: predicted, not masked out, and not of weight 0."""
+    """Returns the positions in the packed row, int64, of targets that count: with a sequence's token as target, not
+    masked out, and not of weight 0."""
     is_counted = micro.source >= 0
     for name in ("mask", "weights"):
         if name in micro.columns:

@@ -40,24 +40,25 @@ class HostMemory:
         else:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.flat: Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        """uint8 [size]."""
+        """The whole block as uint8 [size]."""
         if not self._cpu:
             # cudaHostRegister returns an error code instead of raising.
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)))
 
     def release_pages(self) -> None:
-        """Marks the memory as unused for now; the contents are kept."""
+        """Next to a CPU device, stops counting the block as memory of this process until the next access; contents are
+        kept. Does nothing for a GPU."""
         if self._cpu:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unlocks the memory. The memory is freed with the last tensor that uses it."""
+        """Ends the page lock for a GPU. The memory itself is freed with the last tensor on it."""
         if not self._cpu:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())))
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Frees cached but unused memory: torch's on a GPU, or the C library's on a CPU."""
+    """Returns unused cached memory to other users: torch's to the GPU, or the C library's to the operating system."""
     if device.type == "cpu":
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, MAPPED)

@@ -49,12 +49,12 @@ else:
 def decoder_spec(
     config: TransformerConfig, modules: Sequence[LayerModules], spec: Spec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns the layers of this rank's pipeline stage (and virtual stage).
+    """Returns megatron-core's specification of the layers on this rank's pipeline stage (and virtual stage).
 
     Args:
         config: Megatron's configuration.
         modules: The modules of each of these layers (`models.megatron.layer_modules`).
-        spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
+        spec: Kind of the layers: "te" for Transformer Engine's, "local" for megatron-core's own.
         vp_stage: Index of the virtual stage; None without virtual stages.
     """
     block = get_gpt_decoder_block_spec(
@@ -121,7 +121,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x [..., local heads, D], divided by the root of the mean square over all heads of all ranks."""
+        """Returns x [..., local heads, D], divided by the root of the mean square over all heads of all tensor ranks,
+        and multiplied by this rank's part of the weight."""
         flat = x.flatten(-2).float()
         local = flat.shape[-1]
         squares = flat.square().sum(-1, keepdim=True)

@@ -21,21 +21,22 @@ SMALL = 8
 
 
 class Split(NamedTuple):
-    """The micro-batches of a mini-batch."""
+    """The micro-batches of a mini-batch on all data-parallel ranks."""
 
     rows: Rows
+    """[data-parallel rank][micro-batch]: indices of the sequences."""
     forward_only: int = 0
     """Number of micro-batches at the end of each rank's that take a forward pass only; equal on all ranks."""
 
     @property
     def forward_only_sequences(self) -> Tensor:
-        """int64: the sequences that take a forward pass only."""
+        """int64: indices of the sequences, of all ranks, that take a forward pass only."""
         empty = torch.zeros(0, dtype=torch.int64)
         return torch.cat([empty, *(m for micros in self.rows for m in micros[len(micros) - self.forward_only :])])
 
 
 def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:
-    """Splits a mini-batch into micro-batches of the data-parallel ranks.
+    """Splits a mini-batch into micro-batches, equally many on every data-parallel rank, and returns their indices.
 
     With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
 
@@ -48,11 +49,12 @@ def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, toke
 
 
 def split_apart(batch: Samples | Sequences, silent: Tensor | None, parallel: ParallelDims, tokens: int) -> Split:
-    """Splits a mini-batch, with separate micro-batches for samples without a gradient if this saves time.
+    """Splits a mini-batch as `split_micro_batches`, with separate micro-batches for samples without a gradient if this
+    saves time by an estimate.
 
     Args:
         batch, parallel, tokens: See `split_micro_batches`.
-        silent: bool [S]: True for samples with a gradient of exactly 0; None if there may be none.
+        silent: bool [S]: True for samples with a gradient of exactly 0; None for no such samples.
     """
     together = split_micro_batches(batch, parallel, tokens)
     if silent is None or not silent.any():

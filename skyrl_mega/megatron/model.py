@@ -78,7 +78,17 @@ class ValueHead(torch.nn.Module):
 
 
 def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Joins the model's process group over `store` and creates Megatron's groups, with `timeout_s` for collectives."""
+    """Initialises torch's default process group for this rank, and Megatron's groups within.
+
+    Waits for all ranks of the model.
+
+    Args:
+        rank: The rank, from 0 to `parallel.ranks` - 1.
+        parallel: The layout.
+        store: Rendezvous store shared by all ranks.
+        device: The rank's device: NCCL on CUDA, gloo on a CPU.
+        timeout_s: Time limit in seconds of joining and of collectives.
+    """
     # Megatron relies on one connection per pair to order sends and receives.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
@@ -93,7 +103,10 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
 
 
 def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
-    """Creates Megatron's groups within the model's process group."""
+    """Creates Megatron's groups for a layout within torch's default process group, and seeds Megatron's random state.
+
+    A collective of all ranks. `timeout_s` is the time limit of the groups' collectives, at least a minute.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -109,7 +122,18 @@ def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
 def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Returns Megatron's configuration of the architecture in this layout."""
+    """Returns megatron-core's configuration of a model in this layout.
+
+    Args:
+        hf: The content of config.json.
+        policy: Settings of the model; `policy.options` take precedence over the project's values.
+        parallel: The layout.
+        dtype: Dtype of parameters and of messages between pipeline stages.
+        device: The rank's device; decides on Transformer Engine with `policy.spec=auto`.
+
+    Raises:
+        UserError: megatron-core refuses `policy.options`, or the model is not supported.
+    """
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
@@ -165,7 +189,13 @@ def transformer_config(
 
 
 def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
-    """Builds a configuration of megatron-core, with the user's options over ours.
+    """Returns `make(**(ours | options))`, a configuration of megatron-core: the user's options replace `ours`.
+
+    Args:
+        make: Class of megatron-core.
+        ours: The project's arguments.
+        options: The user's arguments.
+        key: Setting with the user's arguments, for errors.
 
     Raises:
         UserError: megatron-core refuses the options under `key`; the message includes the reason.
@@ -195,7 +225,9 @@ def build_model(
     *,
     head: HeadKind = "vocab",
 ) -> list[HiddenGPT]:
-    """Returns this rank's model chunks (one, or one per virtual stage), before loading.
+    """Returns this rank's model chunks on the device: one, or one per virtual stage. Weights are not loaded.
+
+    Call after `join`. `head` is the output projection ("vocab"), or a critic's value head ("value").
 
     Raises:
         UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported.
@@ -272,9 +304,11 @@ def keep_correction_biases_in_float32(module: torch.nn.Module) -> None:
 def wrap_ddp(
     chunks: list[HiddenGPT], overlap: bool, options: dict[str, Any] | None = None
 ) -> list[DistributedDataParallel]:
-    """Wraps chunks for data parallelism with the distributed optimizer's buffers; gradients accumulate in float32.
+    """Returns the chunks wrapped for data parallelism, with the distributed optimizer's buffers; gradients accumulate
+    in float32.
 
     Args:
+        chunks: The rank's model chunks; bfloat16 models are also wrapped in `Float16Module`.
         overlap: Reduces gradients, bucket by bucket, during the last micro-batch's backward pass, and gathers the
             parameters of an optimizer step during the next forward pass. Code that reads parameters outside of a
             module's forward pass must call `finish_gather` first.
@@ -325,9 +359,10 @@ def gather_parameters(chunks: Iterable[Any]) -> None:
 
 
 def head_weight(chunk: Any) -> Tensor:
-    """Returns the head's rows on this rank, [V/tp, H] or [1, H] for a value head (last stage only), gathered.
+    """Returns the head's weight on this rank of the last stage: [V/tp, H], or [1, H] for a value head.
 
-    The explicit wait is needed because the head runs after the model's forward pass, outside of DDP's hooks.
+    Waits for a pending gather of this parameter over the data-parallel ranks, because the head runs after the model's
+    forward pass, outside of DDP's hooks.
     """
     weight = unwrap_gpt(chunk).head()
     if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:

@@ -61,7 +61,7 @@ def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Sets the number of steps taken. torch's Adam counts per parameter, Transformer Engine's per group."""
+    """Sets Adam's count of steps taken to `step`. torch's Adam counts per parameter, Transformer Engine's per group."""
     for part in inner_optimizers(optimizer):
         inner = part.optimizer
         per_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
@@ -79,18 +79,21 @@ class AdamWithBfloat16Moments(torch.optim.AdamW):
 
     @classmethod
     def replacing(cls, inner: torch.optim.Optimizer) -> AdamWithBfloat16Moments:
-        """Replaces an Adam before its first step. The weights may be views, which Adam's constructor would refuse."""
+        """Returns a new Adam with the parameter groups of `inner`, an Adam before its first step.
+
+        The weights may be views, which Adam's constructor would refuse.
+        """
         adam = cls([torch.zeros(())])
         adam.param_groups = inner.param_groups
         return adam
 
     def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:
-        """Sets zero moments; called with the same arguments as Transformer Engine's method."""
+        """Sets zero bfloat16 moments for `weights`; called with the same arguments as Transformer Engine's method."""
         self.state[weights] = {kind: torch.zeros_like(weights, dtype=torch.bfloat16) for kind in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes one step of all weights with a gradient."""
+        """Takes one step of all weights with a gradient: moments in float32, then rounded to bfloat16."""
         moments = [
             (state, kind, state[kind])
             for group in self.param_groups

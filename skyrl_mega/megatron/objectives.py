@@ -28,7 +28,9 @@ VALUE = "value"
 
 
 def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = None) -> Objective:
-    """Returns the loss with bound settings. Metrics include the mismatch to the engine if engine log-probs are present.
+    """Returns the loss as a function of `LossInputs`, with bound settings. The function returns the loss and metrics.
+
+    Metrics include the mismatch between policy and engine if the inputs contain engine log-probs.
 
     With `algorithm.old_logprobs=engine` the loss uses the engine's log-probs as old log-probs; the mismatch still
     compares with the policy's.
@@ -51,7 +53,7 @@ def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = N
 
 
 def value_objective(clip: float | None) -> ValueObjective:
-    """Returns a critic's loss with the clip `clip`."""
+    """Returns a critic's loss as a function of `ValueInputs`; `clip` limits the change of values (None: no limit)."""
     return partial(value, clip=clip)
 
 
@@ -62,11 +64,11 @@ supervised = objective("supervised", AlgorithmConfig())
 def inputs_of(
     logprobs: Tensor, entropy: Tensor, micro: MicroBatch, group: dist.ProcessGroup | None = None
 ) -> LossInputs:
-    """Returns a micro-batch's tokens as inputs of a loss.
+    """Returns a micro-batch's tokens as inputs of a loss of the policy.
 
     Args:
-        logprobs: [L], with a gradient.
-        entropy: [L], with a gradient.
+        logprobs: [L] in nats, with a gradient.
+        entropy: [L] in nats, with a gradient.
         micro: Columns: weights; advantages except in a supervised step; if present, old_logprobs, rollout_logprobs,
             drawn, reference_logprobs, values, high_covariance, high_entropy and kl_weights. Without old_logprobs the
             weights are those at the start of the RL step, and the log-probs themselves serve as old ones.
@@ -110,7 +112,8 @@ def value_inputs(values: Tensor, micro: MicroBatch) -> ValueInputs:
 
 
 def sum_over(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
-    """Returns the sum over a group's ranks, on every rank. The gradient is the sum of the ranks' gradients."""
+    """Returns the sum of `partial_sums` over a group's ranks, on every rank. A collective, also in the backward pass:
+    the gradient is the sum of the ranks' gradients."""
     total: Tensor = _SumOver.apply(partial_sums, group)
     return total
 

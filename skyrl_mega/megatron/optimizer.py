@@ -18,11 +18,11 @@ from skyrl_mega.megatron.moments import AdamWithBfloat16Moments, allocate_moment
 
 
 class NotFinite(ArithmeticError):
-    """Error for a gradient norm of NaN or infinity."""
+    """Error of an optimizer step for a gradient norm of NaN or infinity; no weight has changed."""
 
 
 class NoGradient(ArithmeticError):
-    """Error for a gradient norm of 0."""
+    """Error of an optimizer step for a gradient norm of 0; no weight has changed."""
 
 
 _NEVER = 2**40  # decay steps never reached by a constant schedule
@@ -33,6 +33,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Returns AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
 
+    A step raises `NotFinite` or `NoGradient` before changing any weight, for a gradient norm of NaN, infinity or 0.
+
     Moments are allocated here, so that a layout too large for memory fails now, and the moments do not fragment a first
     step's activations. Only a streamed optimizer leaves the allocation to `StreamedOptimizer`, which never holds all
     moments on the device.
@@ -42,6 +44,9 @@ def build_optimizer(
         chunks: Data-parallel model chunks.
         dtype: The model's dtype.
         key: The setting's name, for errors.
+
+    Raises:
+        UserError: megatron-core refuses `options` of the settings.
     """
     ours = dict(
         optimizer="adam",
@@ -95,7 +100,7 @@ def _check_gradient_norm(optimizer: MegatronOptimizer) -> None:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Returns the schedule: linear warm-up, then constant, linear or cosine.
+    """Returns the schedule of the learning rate: linear warm-up, then constant, linear or cosine.
 
     Stepped before the optimizer, the first step uses lr / warmup_steps; stepped after (`warmup_from_zero`), 0.
     """

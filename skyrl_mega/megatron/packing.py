@@ -40,7 +40,7 @@ class RowRoutes:
     """[L, M, K]: buffer for the routers' own choices when recording."""
 
     def to(self, device: torch.device) -> RowRoutes:
-        """Returns a copy on a device."""
+        """Returns a copy with all tensors on a device."""
         return replace(self, **_on_device(self, device))
 
 
@@ -55,6 +55,7 @@ class PackedRow(PackedSeqParams):
     global_L: Tensor | None = None
     """int64 [T]: for each token of the whole row, the index in the concatenation of the context ranks' parts."""
     sequences: int = 0
+    """Number of sequences in the row, a sequence of padding included."""
     routes: RowRoutes | None = None
     """Routes of a row to replay or record; otherwise None."""
 
@@ -70,7 +71,7 @@ class MicroBatch:
     tokens: Tensor
     """int64 [1, L]: inputs."""
     positions: Tensor
-    """int64 [1, L]."""
+    """int64 [1, L]: position of each input within its sequence."""
     targets: Tensor
     """int64 [L]: next tokens."""
     columns: dict[str, Tensor]
@@ -79,6 +80,7 @@ class MicroBatch:
     answer: Tensor
     """int64 [L]: index of the answer of each counted token (`Sequences.answers`); 0 for other tokens."""
     answers: int
+    """Number of answers in the whole micro-batch, over all context ranks."""
     source: Tensor
     """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 without a prediction."""
     read: Tensor
@@ -90,7 +92,7 @@ class MicroBatch:
         return (self.read < 0)[None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Returns a copy on a device."""
+        """Returns a copy with all tensors, columns and routes included, on a device."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
         routes = self.row.routes.to(device) if self.row.routes else None
         row = replace(self.row, routes=routes, **_on_device(self.row, device))
@@ -98,7 +100,7 @@ class MicroBatch:
 
 
 def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
-    """Packs a micro-batch for one context rank, in host memory.
+    """Returns one context rank's part of a micro-batch packed into a row, in host memory.
 
     A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing.
 
@@ -158,10 +160,11 @@ def _on_device(record: MicroBatch | PackedRow | RowRoutes, device: torch.device)
 
 
 def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) -> Tensor:
-    """Returns the padded lengths, int64 [N] or [N + 1].
+    """Returns the lengths of the sequences in the packed row with padding, int64 [N], or [N + 1] with a sequence of
+    padding at the end.
 
-    Every sequence is padded to a multiple of the zigzag's chunks. A last sequence of padding makes the row divisible by
-    the needs of sequence parallelism and zigzag, and each rank's part by `rows`.
+    Every sequence is padded to a multiple of 2 · context (with several context ranks). A last sequence of padding makes
+    the row divisible for sequence parallelism and zigzag, and each tensor rank's part divisible by `rows`.
 
     Args:
         lengths: int64 [N]: tokens of each sequence.

@@ -19,7 +19,7 @@ RECIPES = MappingProxyType(
 
 
 def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """Returns the FP8 fields of TransformerConfig; {} if all layers compute in `model.dtype`.
+    """Returns the FP8 arguments of megatron-core's TransformerConfig; {} if all layers compute in `model.dtype`.
 
     Router, head, embedding and norms never compute in FP8.
 

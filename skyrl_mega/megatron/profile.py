@@ -40,15 +40,15 @@ class RankProfiler:
         self._start = time.time()
 
     def stop(self, file: Path, step: Span) -> dict[str, float]:
-        """Writes the recorded events.
+        """Ends the recording, and writes the events into a part of a trace.
 
         Args:
-            file: A part of a trace (`trace.write_part`).
-            step: The step; the trace starts with the step.
+            file: The file to write (`trace.write_part`).
+            step: Name, start and end of the recorded step; times in the trace count from its start.
 
         Returns:
             On a GPU `launches` and `host_syncs`: the numbers of CUDA calls that started kernels and that waited for the
-            GPU.
+            GPU. {} without CUDA calls.
         """
         if self.cuda:
             with record_function(END):
@@ -69,12 +69,12 @@ class RankProfiler:
 
 
 class RankEvents:
-    """A rank's events, with process ids and times converted to the trace's.
+    """The events of a file of torch.profiler, to be iterated once; process ids and times are converted to the trace's.
 
     Args:
         rank: The rank.
         pid: The rank's process id in torch's file.
-        text: The file.
+        text: The open file of torch.profiler.
         zero: Start of the trace, in seconds since the epoch.
     """
 
@@ -110,8 +110,8 @@ class RankEvents:
 
     @property
     def calls(self) -> dict[str, float]:
-        """`launches` and `host_syncs` before the profiler stopped. Valid after all events were read, since order is
-        random."""
+        """`launches`, all CUDA calls that started kernels, and `host_syncs`, the waits for the GPU before the profiler
+        stopped. Valid once all events have been iterated."""
         return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
 
     def _call(self, name: str, at: float) -> None:
@@ -122,8 +122,8 @@ class RankEvents:
 
 
 def open_trace(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Returns the time origin of a torch.profiler file, in nanoseconds since the epoch, and an iterator over the
-    events.
+    """Reads the head of a torch.profiler file; returns its time origin, in nanoseconds since the epoch, and an iterator
+    over the events, with times in microseconds since this origin.
 
     The file may be larger than memory: torch writes each event's braces on separate lines, indented by two spaces.
 

@@ -18,9 +18,10 @@ power of two, because torch rounds pinned blocks up to a power of two."""
 
 
 class Reference:
-    """Weights in host memory to be used by a model for a while; zeros until loaded.
+    """A second set of weights in host memory, which can replace the model's weights for a while; zeros at first.
 
-    All copies run on the current stream, so only computations with the weights wait.
+    To load the set, load the model's parameters inside `swapped`. All copies run on the current stream, so only
+    computations with the weights wait.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -33,12 +34,13 @@ class Reference:
 
     @property
     def host_size(self) -> int:
-        """Bytes of host memory taken by the reference's weights."""
+        """Bytes of host memory with the set of weights not in use."""
         return sum(held.numel() for _, held in self._pieces)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Puts the reference into the parameters inside the context, then restores the policy's weights bit by bit."""
+        """Exchanges the reference's weights with the parameters' values inside the context; then exchanges them back,
+        bit by bit, so values written into the parameters inside become the reference."""
         self.restore_policy()
         try:
             self._copy_until(3 * len(self._pieces))
@@ -47,7 +49,8 @@ class Reference:
             self.restore_policy()
 
     def restore_policy(self) -> None:
-        """Restores the policy's weights, no matter at which copy a swap was interrupted.
+        """Ends a swap, so that the parameters hold the policy's weights, no matter at which copy the swap was
+        interrupted. Does nothing without a swap.
 
         If `restore_policy` itself is interrupted, another call continues.
         """
@@ -81,11 +84,8 @@ class Reference:
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Returns zeros in host memory, uint8 [size]: pinned for a GPU, which reads pageable memory at a tenth of the
-    link's rate.
-
-    Without CUDA the memory is not pinned.
-    """
+    """Returns zeros in host memory, uint8 [size], pinned if `device` is a GPU: a GPU reads pageable memory at a tenth
+    of the link's rate."""
     return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

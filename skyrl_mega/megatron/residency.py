@@ -28,6 +28,7 @@ DROPPED = frozenset({"gradients"})
 """Parts with no contents worth keeping after an optimizer step; zeros on return."""
 
 Tensors = Callable[[], Iterable[Tensor]]
+"""A function that returns the current tensors of a part."""
 
 
 class NotOnDevice(RuntimeError):
@@ -61,11 +62,12 @@ class OffloadablePart:
         return copied
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
-        """Starts copying the storages to host memory, unless offloaded; the device copy stays until `end_offload`."""
+        """Starts copying the tensors' storages to host memory and returns the bytes to copy; 0 if already offloaded or
+        dropped. The device memory stays until `end_offload`."""
         return 0 if self.offloaded else self._start_offload(tensors)
 
     def end_offload(self) -> None:
-        """Waits for the copies to host memory and frees the device memory."""
+        """Waits for the end of the copies to host memory, and frees the device memory."""
         self._wait_for_copies()
         self.offloaded = True
         for storage, _, _ in self._storages.values():
@@ -79,7 +81,11 @@ class OffloadablePart:
         return copied
 
     def begin_onload(self) -> int:
-        """Starts copying offloaded storages to the device; usable after `end_onload`."""
+        """Allocates device memory, starts copying offloaded storages to the device, and returns the bytes to copy.
+
+        The contents are usable after `end_onload`. Returns 0 if nothing is offloaded, and for dropped storages, which
+        become zeros.
+        """
         if not self.offloaded:
             return 0
         for storage, size, _ in self._storages.values():
@@ -92,12 +98,13 @@ class OffloadablePart:
         return 0
 
     def end_onload(self) -> None:
-        """Waits until the storages are on the device."""
+        """Waits for the end of the copies of `begin_onload`."""
         self._wait_for_copies()
         self.offloaded = False
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
-        """Returns the tensor's values in host memory, with the same shape and strides; None if not offloaded here."""
+        """Returns a view of the tensor's values in host memory, with the same shape and strides; None if the tensor's
+        storage is not offloaded by this part, or dropped."""
         entry = self._storages.get(tensor.untyped_storage()._cdata)
         if not self.offloaded or self._host is None or entry is None:
             return None
@@ -107,19 +114,20 @@ class OffloadablePart:
         return torch.empty(0, dtype=tensor.dtype).set_(host_storage, offset, tensor.shape, tensor.stride())
 
     def release_pages(self) -> None:
-        """Marks tensors returned by `host_view` as unused from now on."""
+        """Lets the operating system reclaim memory read through `host_view`; contents are kept. See `HostMemory`."""
         if self._host is not None:
             self._host.release_pages()
 
     def close(self) -> None:
-        """Frees the host memory and discards the contents."""
+        """Frees the host memory and forgets the storages, with offloaded contents."""
         self.forget()
         if self._host is not None:
             self._host.close()
             self._host = None
 
     def forget(self) -> None:
-        """Drops the storages, so that offloaded contents never return. The host memory serves the next storages."""
+        """Forgets the storages, so that offloaded contents never return to the device. The host memory stays allocated
+        for the next offload."""
         self._storages, self.offloaded = {}, False
 
     def _start_offload(self, tensors: Iterable[Tensor]) -> int:
@@ -174,7 +182,7 @@ class Streamed(Protocol):
         """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
 
     def release_pages(self) -> None:
-        """Marks tensors returned by `host_view` as unused from now on."""
+        """Lets the operating system reclaim memory read through `host_view`; contents are kept."""
 
     def close(self) -> None:
         """Frees the host memory."""
@@ -203,13 +211,14 @@ class Resident:
         return frozenset(name for name, part in self._parts.items() if part.offloaded)
 
     def require(self, *parts: str) -> None:
-        """Raises `NotOnDevice` unless all of the parts are on the device."""
+        """Raises `NotOnDevice` if any of these parts is offloaded."""
         for name in parts:
             if self._parts[name].offloaded:
                 raise NotOnDevice(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
 
     def offload(self, parts: Iterable[str]) -> int:
-        """Moves parts off the device and returns the bytes copied to host memory; no-op for offloaded parts."""
+        """Moves parts off the device, frees torch's unused cached memory, and returns the bytes copied to host memory.
+        Parts already offloaded stay so."""
         copied = sum(self._parts[name].offload(self._exclusive_tensors(name)) for name in parts)
         release_cached_memory(self.device)
         return copied
@@ -220,7 +229,7 @@ class Resident:
 
     @contextmanager
     def onloaded(self, *parts: str) -> Iterator[None]:
-        """Onloads the parts inside the context and afterwards offloads the parts offloaded before."""
+        """Keeps the parts on the device inside the context; afterwards offloads those that were offloaded before."""
         offloaded_names = [name for name in parts if self._parts[name].offloaded]
         self.onload(offloaded_names)
         try:
@@ -239,14 +248,14 @@ class Resident:
         return tensor
 
     def release_pages(self) -> None:
-        """Marks tensors returned by `readable` as unused from now on."""
+        """Lets the operating system reclaim memory read through `readable`; contents are kept."""
         for part in self._parts.values():
             part.release_pages()
         if self.streamed:
             self.streamed.release_pages()
 
     def forget(self, part: str) -> None:
-        """Drops a part's storages, so that new tensors can be created."""
+        """Forgets a part's storages with offloaded contents, before the part's tensors are replaced by new tensors."""
         self._parts[part].forget()
 
     def _exclusive_tensors(self, part: str) -> Iterator[Tensor]:
@@ -264,14 +273,14 @@ class Resident:
 
 
 def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Yields the gradient buffers of data parallelism."""
+    """Yields the buffers with all gradients of the chunks, from megatron-core's data parallelism."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yields master weights and moments, on or off the device."""
+    """Yields the tensors of an optimizer's master weights and moments, on or off the device."""
     for part in inner_optimizers(optimizer):
         for _, master in master_weights(part):
             if master is not None:  # Transformer Engine's Adam may keep it in its state
@@ -281,5 +290,6 @@ def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def expand_critic(parts: Iterable[str]) -> list[str]:
-    """Replaces "critic" by the critic's three parts in a list of parts from `config.residency`."""
+    """Returns the list of parts with "critic" replaced by parameters, gradients and optimizer, the names of a model's
+    parts."""
     return [part for name in parts for part in (POLICY if name == "critic" else (name,))]

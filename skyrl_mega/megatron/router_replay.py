@@ -84,10 +84,11 @@ class RouterReplay:
 
     @contextmanager
     def mode(self, *, off: bool = False, recording: bool = False) -> Iterator[None]:
-        """Sets the mode of forward passes inside the context: `off` ignores routes, `recording` keeps the routers' own
-        choices.
+        """Sets the mode of forward passes inside the context. Outside of the context, passes replay.
 
-        Outside of the context, passes replay.
+        Args:
+            off: True to ignore routes: the routers choose.
+            recording: True to let the routers choose, and to keep the choices as routes (see `end`).
         """
         self.off, self.recording = off, recording
         try:
@@ -161,7 +162,8 @@ class RouterReplay:
             raise WrongRoutes(self._error_message())
 
     def metrics(self) -> dict[str, float]:
-        """Returns sums over the finished pass, by names of `Count` and layer; {} if nothing was to be replayed."""
+        """Returns the counters of the latest pass, summed over all ranks: `replay_<field of Count>_<layer>` → tokens.
+        {} if the pass neither replayed nor recorded."""
         if not self.active:
             return {}
         counts = self.counts.tolist()
@@ -202,12 +204,13 @@ class RouterReplay:
         self.rows[place] = None
 
     def choose(self, place: int, scores: Tensor, own_choice: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns scores and indices of the experts to use, [L, K] each.
+        """Returns scores and indices of the experts to use, [L, K] each: the route's experts, or the router's own
+        choice for tokens without a route. Counts tokens, and records the own choice in mode `recording`.
 
         Args:
             place: Index of the MoE layer.
             scores: [L, E], the router's scores for choosing.
-            own_choice: The router's own choice.
+            own_choice: Scores and indices chosen by the router, [L, K] each.
         """
         row = self.rows[place]
         if row is None:

@@ -29,20 +29,22 @@ def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
 
     Args:
         policy: The settings, already checked by `config.checks.policy`.
-        spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
+        spec: Kind of the layers: "te" for Transformer Engine's, "local" for megatron-core's own.
         experts: True for a model with experts.
     """
     return fusions(policy, spec, experts) | recompute(policy, experts) | dispatcher(policy)
 
 
 def fusions(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, bool]:
-    """Returns the fusion fields, True for fused kernels."""
+    """Returns every field in `FIELDS` of megatron-core's TransformerConfig → True for a fused kernel; arguments as in
+    `fields`."""
     wanted = fused(policy, spec, experts)
     return {field: name in wanted for name, field in FIELDS.items()}
 
 
 def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
-    """Returns the fields for recomputation in the backward pass (`policy.recompute`)."""
+    """Returns the arguments of megatron-core's TransformerConfig for `policy.recompute`; {} without recomputation.
+    `experts` is True for a model with experts."""
     match policy.recompute:
         case "full":
             return dict(_WHOLE)
@@ -55,7 +57,8 @@ def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
 
 
 def dispatcher(policy: PolicyConfig) -> dict[str, Any]:
-    """Returns the fields for sending tokens to experts (`policy.moe.dispatcher`).
+    """Returns the arguments of megatron-core's TransformerConfig for sending tokens to experts
+    (`policy.moe.dispatcher`).
 
     megatron-core's default, allgather, refuses rows of varying lengths, even in dense models.
     """
@@ -65,7 +68,8 @@ def dispatcher(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def prepare(policy: PolicyConfig) -> None:
-    """Checks and configures the dispatcher; call before building the model.
+    """Imports and enables DeepEP with `policy.moe.dispatcher=deepep`, else does nothing. Call before building the
+    model.
 
     Raises:
         UserError: The settings require the package deep_ep, but the import fails.

@@ -31,7 +31,8 @@ class OptimizerPiece:
     """Masters and moments, on or off the device."""
 
     def tensors(self, inner: Any) -> Iterator[Tensor]:
-        """Yields the tensors to move. A float32 model's masters are the weights themselves and stay on the device."""
+        """Yields the tensors to move: masters, and moments from the state of the Adam `inner`. A float32 model's
+        masters are the weights themselves and stay on the device."""
         for p, master in self.weights:
             if not _same_memory(p, master):
                 yield master.detach()
@@ -64,7 +65,9 @@ class StreamedPart:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Takes one step of every weight and updates the model's weights."""
+        """Takes one step of every weight, piece by piece, and copies the masters into the model's weights. If the step
+        fails, all pieces return to host memory and Adam's step counts are restored; pieces already stepped keep their
+        new values."""
         groups = self.part.optimizer.param_groups
         saved_groups = [(group["params"], group.get("step")) for group in groups]
         try:
@@ -95,7 +98,8 @@ class StreamedPart:
                 group["step"] = count
 
     def to_model(self) -> None:
-        """Copies masters into the model's weights; no-op after a step, which already did so."""
+        """Copies masters into the model's weights. The first call after `step` does nothing, as the step already did
+        so."""
         if not self._stepped:
             with closing(self._pieces_on_device()) as pieces:
                 for piece in pieces:
@@ -104,7 +108,7 @@ class StreamedPart:
 
     @torch.no_grad()
     def from_model(self, state_dict: Any = None) -> None:
-        """Copies the model's weights into the masters."""
+        """Copies the model's weights into the masters. `state_dict` must be None."""
         assert state_dict is None, "weights come from the model alone"
         with closing(self._pieces_on_device()) as pieces:
             for p, master in (pair for piece in pieces for pair in piece.weights):
@@ -165,11 +169,11 @@ class StreamedOptimizer:
         self.parts = [StreamedPart(part, device, size) for part in inner_optimizers(optimizer)]
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
-        """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
+        """Returns a view of the values of a master weight or moment in host memory; None for any other tensor."""
         return next((values for part in self._storage_groups() if (values := part.host_view(tensor)) is not None), None)
 
     def release_pages(self) -> None:
-        """Marks tensors returned by `host_view` as unused from now on."""
+        """Lets the operating system reclaim memory read through `host_view`; contents are kept."""
         for part in self._storage_groups():
             part.release_pages()
 

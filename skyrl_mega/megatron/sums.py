@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Returns metrics summed over micro-batches and over data and context ranks; empty except on the last pipeline
-    stage.
+    """Returns metrics summed over micro-batches and over data and context ranks; {} without `outputs`, as on all
+    pipeline stages but the last. A collective of the data and context ranks.
 
     Names ending in `_max` are maxima instead of sums. Entry i of a vector is named `<name>.<i>`. All metrics take one
     copy to the host.
@@ -29,5 +29,5 @@ def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def scalars(metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the metrics without vector entries, which are too many for a message."""
+    """Returns the metrics without entries of vectors (names with a dot), which are too many for a message."""
     return {name: value for name, value in metrics.items() if "." not in name}

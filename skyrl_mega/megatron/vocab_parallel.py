@@ -40,7 +40,7 @@ def vocab_parallel_logprobs(
         targets_T: int64 token ids.
         vocab: Size of the real vocabulary; padded columns beyond it get probability 0.
         temperature: Divides the logits, as in the sampler.
-        chunk: Number of tokens with logits in memory at a time; None: none, the fused head
+        chunk: Number of tokens with logits in memory at a time; None for the fused head, without logits in memory
             (`config.derived.logit_chunk`).
         group: The tensor-parallel group.
         squares: True to also compute Σ_v p(v)² of each distribution.

@@ -122,7 +122,7 @@ class ModelWorker:
 
     @property
     def name(self) -> str:
-        """Name of the model in errors."""
+        """Name of the model in errors: `critic` with a value head, else `policy`."""
         return "critic" if self.head == "value" else "policy"
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
@@ -151,10 +151,12 @@ class ModelWorker:
             self.resident.offload(offloaded)
 
     def load(self, path: Path) -> None:
-        """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors.
+        """Fills this rank's weights, and the optimizer's master weights, from a Hugging Face directory.
 
-        A value head stays unchanged if the directory lacks one, such as a policy's; a reward model's directory contains
-        one.
+        A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does.
+
+        Raises:
+            UserError: A tensor is missing or has another shape.
         """
         with torch.no_grad(), self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
@@ -168,13 +170,20 @@ class ModelWorker:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters for the sync (`fp8_parameters.sync_tensors`). A collective after an optimizer
-        step."""
+        """Returns local name → parameter of this rank for the weight sync, without copying (FP8 parameters as in
+        `fp8_parameters.sync_tensors`).
+
+        A collective after an optimizer step, as a gather may be pending.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
+        """
         self._gather_policy_weights()
         return fp8_parameters.sync_tensors(self.params)
 
     def keep_reference(self, path: Path) -> None:
-        """Keeps other weights in host memory, for `logprobs(reference=True)`."""
+        """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`.
+        The model's own weights stay unchanged."""
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
             reference = Reference(fp8_parameters.storage_tensors(self.params.values(), fp8_parameters.FORWARD))
@@ -202,7 +211,7 @@ class ModelWorker:
         return self.resident.offload(parts)  # including half-loaded parts
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Moves parts back to the device: gradients as zeros, other parts bit by bit.
+        """Moves parts back to the device: gradients as zeros, other parts bit by bit. Parts on the device stay.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -243,9 +252,19 @@ class ModelWorker:
         """Returns log-prob and entropy of every token given the previous tokens, float32 [T] each in host memory; with
         `squares` also Σ_v p(v)² of each distribution.
 
-        First tokens and uncounted tokens (with weight 0, or outside the column `mask`) get 0. The last pipeline stage
-        returns a tuple per micro-batch, other stages None. With `policy.moe.replay: policy` the routes of this rank's
-        routers are added to the micro-batches for later passes; a reference routes by itself.
+        First tokens and tokens that do not count (with weight 0, or outside the column `mask`) get 0. The last pipeline
+        stage returns a tuple per micro-batch, other stages None. With `policy.moe.replay: policy` the routes of this
+        rank's routers are added to the micro-batches for later passes; a reference routes by itself.
+
+        Args:
+            micros: This rank's micro-batches.
+            temperature: Divides the logits.
+            reference: True to compute with the weights of `keep_reference`.
+            squares: True to compute Σ_v p(v)² too.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         self._restore_policy_weights()
         for chunk in self.chunks:
@@ -261,8 +280,8 @@ class ModelWorker:
         return None if results is None else [tuple(per_token) for per_token in results]
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
-        """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 as in
-        `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None."""
+        """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 for the tokens
+        with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None."""
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
@@ -299,10 +318,11 @@ class ModelWorker:
         temperature: float = 1.0,
         forward_only: int = 0,
     ) -> dict[str, float]:
-        """Takes one optimizer step on the micro-batches' summed objective.
+        """Takes one optimizer step on the micro-batches' summed objective, and one step of the learning-rate schedule.
 
         The objective's weights are final (`1 / tokens of the whole mini-batch` and the like). So nothing is rescaled
-        here, and the result does not depend on the cut of the mini-batch. With a gradient of 0 no weight moves.
+        here, and the result does not depend on the cut of the mini-batch. With a gradient of exactly 0 neither weights
+        nor schedule move, and `grad_norm` is 0.
 
         Args:
             micros: This rank's micro-batches.
@@ -312,7 +332,8 @@ class ModelWorker:
                 a forward pass for the metrics, and no backward pass.
 
         Returns:
-            The metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
+            `grad_norm` before clipping and `lr`, on the last pipeline stage with the objective's metrics, summed over
+            all ranks.
 
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.
@@ -353,7 +374,8 @@ class ModelWorker:
     def measure(
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Returns the metrics of `train` available before the backward pass, without training."""
+        """Returns the metrics of `train` that need no backward pass, from a forward pass in evaluation mode. Changes no
+        weight, and returns {} on all pipeline stages but the last."""
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
@@ -491,7 +513,8 @@ class ModelWorker:
         self.resident.release_pages()
 
     def restore(self, folder: Path) -> None:
-        """Reads this rank's part of a checkpoint, saved in any layout.
+        """Reads this rank's part of a checkpoint, saved in any layout: weights, optimizer, schedule. Offloaded parts
+        are onloaded for this, and offloaded again.
 
         Raises:
             UserError: The checkpoint belongs to another model; raised on every rank.
@@ -517,7 +540,8 @@ class ModelWorker:
         )
 
     def export(self, path: Path, source: Path) -> None:
-        """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
+        """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from `source`; see
+        `hf_checkpoint.load.save` for what is raised."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
