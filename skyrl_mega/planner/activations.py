@@ -32,7 +32,7 @@ BATCH_BYTES = 64
 
 @dataclass(frozen=True)
 class LongestRow:
-    """Longest micro-batch, packed into a row."""
+    """Longest micro-batch, packed into a row, and the number of micro-batches."""
 
     tokens: int
     """Tokens on one context rank."""
@@ -45,12 +45,13 @@ class Activations:
     """Peak bytes of activations by phase."""
 
     train: int
-    """Bytes in the forward and backward pass."""
+    """Bytes in the forward and backward pass, without `train_logits`."""
     forward: int
-    """Bytes in a log-prob pass: one layer at a time."""
+    """Bytes in a log-prob pass, one layer at a time, without `forward_logits`."""
     train_logits: int
     """Bytes of the output head in the backward pass; 0 except on the last stage."""
     forward_logits: int
+    """Bytes of the output head in a log-prob pass; 0 except on the last stage."""
     host: int = 0
     """Bytes kept by layers in host memory (`policy.offload_layers`)."""
 
@@ -70,9 +71,12 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Returns the peak activation memory of a rank of pipeline stage `pp` (from 0).
+    """Estimates the peak activation memory of a policy rank. Results are cached.
 
     Args:
+        decoder: The model.
+        parallel: The grid of ranks.
+        pp: Pipeline stage of the rank, from 0.
         row: The longest micro-batch.
         itemsize: Bytes of an activation element.
         recompute: `policy.recompute`, for Transformer Engine's layers.
@@ -119,8 +123,8 @@ def activations(
 
 
 def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
-    """Returns how many passes have activations in memory at once on a rank, with the 1F1B schedule or its interleaved
-    form. A pass is a micro-batch through one of the rank's model chunks.
+    """Returns the largest number of passes with activations in a rank's memory at once, under the 1F1B schedule or its
+    interleaved form. A pass is one micro-batch through one of the rank's model chunks.
 
     Args:
         parallel: The grid of ranks.
@@ -145,7 +149,8 @@ def layer(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> int:
-    """Returns the bytes saved by a dense or MoE layer for the backward pass, including its input.
+    """Estimates the bytes that a rank keeps of the first dense, or the first MoE, layer for the backward pass,
+    including the layer's input.
 
     Args:
         decoder: The model.
@@ -153,7 +158,7 @@ def layer(
         tokens: Tokens of the micro-batch on a rank.
         itemsize: Bytes of an activation element.
         moe: True for a MoE layer, False for a dense layer.
-        imbalance: Tokens of the rank's experts, relative to an even distribution.
+        imbalance: Tokens of the rank's experts, relative to an even distribution (1.0).
         recompute: `policy.recompute`, except full.
         spec: Implementation of the layers.
         fused: Active subset of `policy.fusions`.
@@ -173,9 +178,16 @@ def kept_layer(
     spec: Spec,
     fused: frozenset[str],
 ) -> float:
-    """Returns the mean bytes saved by a layer of stage `pp` for the backward pass.
+    """Estimates the mean bytes that a rank of stage `pp` keeps of a layer for the backward pass.
 
-    Supports every `policy.recompute` except full.
+    Args:
+        decoder, parallel: See `layer`.
+        pp: Pipeline stage, from 0.
+        tokens: Tokens of the micro-batch on a rank.
+        itemsize: Bytes of an activation element.
+        recompute: `policy.recompute`, except full.
+        spec: Implementation of the layers.
+        fused: Active subset of `policy.fusions`.
     """
     return _mean(
         _kinds(decoder, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute
@@ -196,7 +208,7 @@ def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
 
 
 def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
-    """Returns the bytes of the output head in the backward and in the forward pass.
+    """Estimates the peak bytes of the output head: (in training, in a log-prob pass).
 
     Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus the weight's
     gradient.

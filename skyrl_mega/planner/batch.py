@@ -18,6 +18,7 @@ class StepSizes:
     """Sizes of one RL step."""
 
     prompts: int
+    """Number of prompts per RL step."""
     samples: int
     """Number of trajectories per prompt."""
     greedy: int
@@ -49,22 +50,23 @@ class StepSizes:
 
     @property
     def sequences(self) -> int:
-        """Returns the number of trained trajectories per RL step."""
+        """Trained trajectories per RL step: `prompts` · `samples`, without greedy answers."""
         return self.prompts * self.samples
 
     @property
     def updates(self) -> int:
-        """Returns the number of optimizer steps per RL step."""
+        """Optimizer steps per RL step: `mini_batches` · `epochs`."""
         return self.mini_batches * self.epochs
 
     @property
     def oversize(self) -> bool:
-        """Returns True if a single sequence can exceed the token budget of a micro-batch."""
+        """True if a single sequence can exceed the token budget of a micro-batch: `longest` above `budget`."""
         return self.longest > self.budget
 
 
 def batch(config: Config, parallel: ParallelDims) -> StepSizes:
-    """Returns the sizes of an RL step with equally long sequences, of the length from `cluster.rates.length_share`.
+    """Estimates the sizes of an RL step, assuming that all sequences have the same length, from
+    `cluster.rates.length_share`.
 
     Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.
     """

@@ -44,12 +44,13 @@ class ModelState:
     weights: int
     gradients: int
     optimizer: int
+    """Master weights and moments that this rank owns."""
     largest: int = 0
     """Part of `optimizer` that belongs to the parameter of which this rank owns the most elements."""
 
     @property
     def total(self) -> int:
-        """Returns the sum of weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -112,7 +113,8 @@ def stage_buffers(
 def rank_state(
     buffers: StageBuffers, parallel: ParallelDims, at: RankCoords, itemsize: int, moments: int
 ) -> ModelState:
-    """Returns the bytes that the rank at `at` allocates for the buffers of its stage. See `model_state`."""
+    """Returns the bytes that the rank at `at` allocates for weights, gradients and optimizer state, given the buffers
+    of its pipeline stage. The other arguments are those of `model_state`."""
     owned = [flat.owned(at.dp * parallel.context + at.cp) for flat in buffers.dense]
     owned += [flat.owned(at.edp) for flat in buffers.expert]
     numel = sum(flat.numel for flat in (*buffers.dense, *buffers.expert))
@@ -156,28 +158,29 @@ class Buffer:
 
     @cached_property
     def numel(self) -> int:
-        """Returns the number of elements of all buckets, with padding."""
+        """Number of elements of all buckets, with padding."""
         return int(self.lengths.sum())
 
     def runs(self, index: int) -> Ints:
-        """Returns start and end of the elements of each parameter owned by rank `index` [n, 2]; equal if nothing is
-        owned."""
+        """Returns [n, 2]: start and end of the run of each parameter that data-parallel rank `index` owns, counted from
+        the parameter's first element; equal if the rank owns nothing."""
         part = (self.lengths // self.ranks)[self.bucket]
         ends = np.stack([index * part, (index + 1) * part], axis=1)
         return (ends - self.start[:, None]).clip(0, self.size[:, None])
 
     def owned(self, index: int) -> tuple[int, int]:
-        """Returns the number of elements owned by rank `index`: of all parameters, and of the parameter with most."""
+        """Returns (elements of all parameters, elements of the parameter with most) owned by data-parallel rank
+        `index`."""
         runs = self.runs(index)
         sizes = runs[:, 1] - runs[:, 0]
         return int(sizes.sum()), int(sizes.max(initial=0))
 
 
 def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffer:
-    """Returns the buffer of `parameters` over `ranks` data-parallel ranks.
+    """Returns megatron-core's buffer of `parameters` (stored in reverse order) over `ranks` data-parallel ranks.
 
     Args:
-        parameters: The parameters, in order.
+        parameters: The parameters, in the order of the model.
         ranks: Number of data-parallel ranks.
         full: Number of elements at which a bucket is full; None for a single bucket.
     """

@@ -39,17 +39,17 @@ def _replaced(settings: Any, path: list[str], value: Any) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a dotted key."""
+    """Returns the value of a setting, such as `policy.layout.tensor`."""
     return reduce(getattr, key.split("."), config)
 
 
 def differing(config: Config, change: Change) -> Change:
-    """Returns the change without values equal to the settings' own."""
+    """Returns the part of a change that differs from the present settings; () if nothing does."""
     return tuple((key, value) for key, value in change if value_of(config, key) != value)
 
 
 def as_arguments(change: Change) -> str:
-    """Returns the change as command-line arguments."""
+    """Returns the change as command-line arguments, `key=value` separated by spaces."""
     return " ".join(f"{key}={_as_text(value)}" for key, value in change)
 
 
@@ -62,7 +62,7 @@ def _as_text(value: Any) -> str:
 
 
 def split(ranks: int, engines: int) -> Change:
-    """Returns the change to separate GPUs for a policy of `ranks` ranks and for `engines` engines."""
+    """Returns the change that gives a policy of `ranks` ranks and `engines` engines separate GPUs (disaggregated)."""
     return (
         ("cluster.shared", False),
         ("residency.keep", None),
@@ -72,7 +72,10 @@ def split(ranks: int, engines: int) -> Change:
 
 
 def combined(*knobs: Iterable[Change]) -> Iterator[Change]:
-    """Yields every combination of one change of each knob, smallest sum of the positions in the knobs first."""
+    """Yields every combination of one change from each of the lists `knobs`, joined to one change.
+
+    Combinations with the smallest sum of positions in the lists come first.
+    """
     by_distance = sorted(product(*map(enumerate, knobs)), key=lambda parts: sum(position for position, _ in parts))
     return (sum((change for _, change in parts), ()) for parts in by_distance)
 
@@ -80,12 +83,14 @@ def combined(*knobs: Iterable[Change]) -> Iterator[Change]:
 def ranked(
     results: Iterable[Result], seconds: Callable[[Result], float], tie: float, key: Callable[[Result], Any]
 ) -> Iterator[Result]:
-    """Yields results by step time; results at most `tie` slower than the fastest remaining one form a tie.
+    """Yields results by step time, fastest first, except within ties.
+
+    The fastest remaining result and all results at most `tie` slower form a tie, ordered by `key`.
 
     Args:
         results: The results.
         seconds: Returns the step time of a result.
-        tie: Relative difference of step times below which no result counts as faster.
+        tie: Largest relative difference of step times within a tie, such as 0.02.
         key: Returns the sort key within a tie; equal keys are ordered by step time.
     """
     rest = sorted(results, key=seconds)
@@ -96,7 +101,7 @@ def ranked(
 
 
 def near(config: Config, key: str, *, coarse: bool = False) -> list[Change]:
-    """Returns changes of a searched setting to values near its value, nearest first; empty if its group is null.
+    """Returns changes of a searched setting to other values, nearest first; [] if the setting's group is null.
 
     If the value is invalid, the default comes first, then values near the default.
 
@@ -194,7 +199,7 @@ class Knob:
     """A searched setting."""
 
     near: Near
-    """Returns values near the current value, nearest first."""
+    """Function that returns other values for a current value, nearest first."""
     paired: bool = False
     """True to change the setting also together with another one, if no single change helps."""
     only_named: bool = False

@@ -11,8 +11,8 @@ SIGNAL_SHARE = 0.5
 
 
 def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
-    """Returns the number of prompts sampled in each generation round of a step; a single round without dynamic
-    sampling.
+    """Estimates the number of prompts sampled in each generation round of a step; a single round without dynamic
+    sampling, and with `asynchrony.mode=full`.
 
     Args:
         config: The settings.
@@ -22,8 +22,8 @@ def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
 
 
 def trained(config: Config, signal: float = SIGNAL_SHARE) -> int:
-    """Returns the number of groups on which a step trains: fewer than `data.prompts_per_step` if all rounds of dynamic
-    sampling together find fewer groups with a signal."""
+    """Estimates the number of groups on which a step trains: `data.prompts_per_step`, or fewer if all rounds of dynamic
+    sampling together yield fewer groups with a signal."""
     wanted = config.data.prompts_per_step
     settings = config.algorithm.dynamic_sampling
     if not settings.enabled or settings.mode == "replace":  # copies fill the step up
