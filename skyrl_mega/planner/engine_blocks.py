@@ -11,16 +11,19 @@ from skyrl_mega.models.decoder import Decoder
 
 
 def engine_cut(rollout: RolloutConfig) -> EngineCut:
-    """Returns how engines cut the model: tensor parallelism, expert parallelism and number of data-parallel
-    replicas."""
+    """Returns the division of the model over an engine's workers: tensor parallelism, expert parallelism and number of
+    data-parallel replicas."""
     return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
 
 def partial_block(config: Config, decoder: Decoder) -> str | None:
-    """Describes a part of an engine worker's weights that is not a multiple of an FP8 block; None if all parts are.
+    """Returns a description of a part of an engine worker's weights whose width is no multiple of an FP8 block.
 
-    Engines that quantise such a part have other blocks than the policy or the wire. Returns None if neither policy nor
-    wire uses block FP8, or if engines do not quantise weights themselves.
+    Engines that quantise such a part themselves use other blocks than the policy or the wire.
+
+    Returns:
+        Text such as `96 query columns`; None if all parts are multiples, if neither policy nor wire uses block FP8, or
+        if engines do not quantise weights themselves.
     """
     rollout = config.rollout
     compared = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"

@@ -50,7 +50,7 @@ class EngineChoice:
     """Memory of a worker. The parts used here are the same for every fraction."""
 
     def rollout(self, fraction: float) -> RolloutConfig:
-        """Returns the rollout settings with a memory fraction from `fractions`."""
+        """Returns the rollout settings of these engines with `fraction`, from `fractions`, as `memory_fraction`."""
         return replace(self.config.rollout, memory_fraction=fraction)
 
 
@@ -60,11 +60,13 @@ class EnginePlan:
 
     engine: EngineChoice
     keep: list[str] | None
+    """Value of `residency.keep`."""
     fraction: float
+    """Value of `rollout.memory_fraction`."""
     tokens: int
     """KV cache tokens of a worker."""
     seconds: float
-    """Seconds to generate."""
+    """Seconds of a step spent on generation."""
 
 
 class PolicyRanks:
@@ -83,20 +85,23 @@ class PolicyRanks:
         }
 
     def peak_in(self, phase: str, keep: list[str] | None) -> int:
-        """Returns the bytes of the fullest rank in a phase."""
+        """Returns the bytes on the GPU of the fullest policy rank in a phase of `SHARED_PHASES`, with `keep` as
+        `residency.keep`."""
         resident_parts = resident(phase, keep)
         offloaded = sum(self._parts[part] for part in POLICY if part not in resident_parts)
         return int((self._all[phase] - offloaded).max())
 
     def peak(self, keep: list[str] | None) -> int:
-        """Returns the bytes of the fullest rank over all phases."""
+        """Returns the bytes on the GPU of the fullest policy rank in the fullest phase, with `keep` as
+        `residency.keep`."""
         return max(self.peak_in(phase, keep) for phase in SHARED_PHASES)
 
 
 def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[EngineChoice]:
-    """Returns every cut of engines over `workers` GPUs whose memory holds the model and the KV cache of a sequence.
+    """Returns every division of `workers` GPUs into engines whose memory holds the model and the KV cache of a sequence
+    of maximum length.
 
-    If some of these cuts use the policy's FP8 blocks, returns only them.
+    If some divisions keep the policy's FP8 blocks whole, returns only these. [] if no division fits.
     """
     rollout = config.rollout
     expert_options = (
@@ -132,8 +137,8 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
 
 
 def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> Iterator[EnginePlan]:
-    """Yields, for each choice of `residency.keep`, the fastest engines that fit; on separate GPUs only the given
-    choice. Yields nothing if the policy does not fit.
+    """Yields, for each candidate of `residency.keep`, the fastest engines that fit beside the policy; on separate GPUs
+    only for the given value. Yields nothing if nothing fits.
 
     Args:
         config: The settings.
@@ -193,7 +198,7 @@ def _bytes_by_phase(engine: EngineChoice, keep: list[str] | None, policy: dict[s
 
 
 def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
-    """Returns how many bytes of a GPU are missing with the least demanding engines and `residency.keep`; 0 or less if
+    """Returns the bytes that the fullest GPU lacks, with the least demanding engines and `residency.keep`; 0 or less if
     these fit.
 
     Args:

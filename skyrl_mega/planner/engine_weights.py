@@ -37,11 +37,16 @@ class Elements:
 
     @property
     def all(self) -> int:
-        """Returns the sum of plain and linear elements."""
+        """Number of all elements: `plain` + `linear`."""
         return self.plain + self.linear
 
     def bytes(self, itemsize: int, fp8: bool) -> int:
-        """Returns the bytes of all elements, with linear layers and their scales in FP8 if `fp8`."""
+        """Returns the bytes of all elements.
+
+        Args:
+            itemsize: Bytes of an element that is not in FP8.
+            fp8: True if linear layers are in FP8, a byte per element and a scale per block.
+        """
         return self.plain * itemsize + (self.linear + self.blocks * SCALE if fp8 else self.linear * itemsize)
 
     def __add__(self, other: Elements) -> Elements:
@@ -52,15 +57,15 @@ class Elements:
 
 
 def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
-    """Returns the weight bytes of an engine worker."""
+    """Returns the bytes of the weights in an engine worker, given by number."""
     return _worker_elements(config, decoder, worker).bytes(
         limits.itemsize(config.model.dtype), fp8_weights(config.rollout)
     )
 
 
 def staged_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of the layer written by a sync before vLLM quantises it again; 0 without online
-    quantisation."""
+    """Returns the bytes that the largest layer's linear weights take, unquantised, in an engine worker during a sync,
+    until vLLM quantises the layer; 0 unless engines quantise weights themselves."""
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0
@@ -70,14 +75,15 @@ def staged_bytes(config: Config, decoder: Decoder) -> int:
 
 
 def linear_itemsize(config: Config) -> float:
-    """Returns the bytes per element of a linear layer, including the share of a block scale."""
+    """Returns the bytes per element of a linear layer in an engine, with FP8 including the share of a block's scale."""
     if fp8_weights(config.rollout):
         return 1 + SCALE / BLOCK**2
     return limits.itemsize(config.model.dtype)
 
 
 def cache_itemsize(config: Config) -> int:
-    """Returns the bytes per element of the KV cache; formats smaller than a byte count as 1."""
+    """Returns the bytes per element of an engine's KV cache (`kv_cache_dtype`, by default the model's type); formats
+    smaller than a byte count as 1."""
     if small_cache(config.rollout):
         return 1
     dtype = config.rollout.options.get("kv_cache_dtype") or "auto"

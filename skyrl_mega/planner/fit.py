@@ -39,7 +39,11 @@ RAY_KILLS = 0.95
 
 
 def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
-    """Returns the policy's grid, and the grid of a reference with a separate layout (else None)."""
+    """Returns the policy's grid, and the grid of a reference with a separate layout (else None).
+
+    Raises:
+        UserError: The sizes of a layout do not fit its ranks.
+    """
     policy = ParallelDims.from_config(config.policy.layout, policy_ranks(config))
     if config.reference.layout is None:
         return policy, None

@@ -27,10 +27,11 @@ MORE_NODES = "cluster.nodes"
 
 
 def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
-    """Returns changes of a single key, or else of two, after which `verdict` returns None.
+    """Returns up to `OFFERED` changes of a single setting, or else of two, that make the settings valid; [] if none is
+    found in `SECONDS` of processor time.
 
-    Tries keys named by the error first, then keys for which the error proposes a value (`key=`). Changes of more
-    machines come last.
+    Tries settings named by the error first, then settings for which the error proposes a value (`key=`). Changes of the
+    number of nodes come last.
 
     Args:
         config: The invalid settings.
@@ -63,7 +64,7 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
 
 
 def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
-    """Returns working changes of settings that share GPUs and generate ahead: to separate GPUs, and to
+    """Returns changes that make settings valid that share GPUs and generate ahead: at most one to separate GPUs, and
     `asynchrony.mode=off`.
 
     Args:
@@ -97,12 +98,14 @@ def _passing(config: Config, changes: Iterable[Change], verdict: Verdict, end: f
 
 
 def concerns_settings(error: UserError) -> bool:
-    """Returns True if an error is about a group of searched settings, names a searched setting or proposes a value."""
+    """Returns True if an error names a setting in `KNOBS`, proposes a value for such a setting, or is about a group
+    with such settings."""
     return any(settings_of(error)) or any(key.rpartition(".")[0] == error.key for key in KNOBS)
 
 
 def settings_of(error: UserError) -> tuple[list[str], set[str]]:
-    """Returns the searched settings named by an error, in the order of `KNOBS`, and those it proposes a value for.
+    """Returns the settings in `KNOBS` named by an error's text, in the order of `KNOBS`, and the set of those for which
+    the text proposes a value (`key=`).
 
     An error about a group (`policy.layout`) names the settings of the group by their last part (`tensor`).
     """

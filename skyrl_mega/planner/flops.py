@@ -36,11 +36,11 @@ class Flops:
 
     @property
     def matrices(self) -> float:
-        """Returns the operations in layers and head."""
+        """Operations per token in layers and head, without attention: `layers` + `head`."""
         return self.layers + self.head
 
     def forward(self, load: PassWork) -> float:
-        """Returns the operations of a forward pass over the load."""
+        """Returns the operations of a forward pass over all tokens of `load`."""
         return self.layers * load.tokens + self.attention * load.pairs + self.head * load.logprob_tokens
 
 
@@ -57,7 +57,8 @@ class PassWork:
 
     @classmethod
     def of(cls, lengths: Sequence[float], logprob_tokens: float) -> Self:
-        """Returns the load of sequences with the given lengths."""
+        """Returns the work of a pass over sequences with the given lengths in tokens, of which `logprob_tokens` tokens
+        in total need log-probs."""
         return cls(sum(lengths), sum(map(causal_pairs, lengths)), logprob_tokens)
 
     def __add__(self, other: PassWork) -> PassWork:
@@ -70,13 +71,14 @@ class PassWork:
 
 
 def causal_pairs(length: float) -> float:
-    """Returns the number of pairs in a sequence in which each token attends to itself and all preceding tokens."""
+    """Returns n (n + 1) / 2, the number of pairs of a token and an attended token in a sequence of n tokens: each token
+    attends to itself and all preceding tokens."""
     return length * (length + 1) / 2
 
 
 @lru_cache(maxsize=16)
 def flops(decoder: Decoder) -> Flops:
-    """Returns the operations per token, computed from the model's shapes."""
+    """Returns the operations per token of a forward pass, counted from the model's shapes."""
     layers = attention = decoding = 0.0
     for kind, count in decoder.layer_counts():
         for block in kind:

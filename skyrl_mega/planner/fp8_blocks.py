@@ -18,13 +18,13 @@ from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 
 def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
-    """Raises if the 128 × 128 blocks of FP8 parameters differ from the blocks of the model's own tensors.
+    """Checks that the 128 × 128 blocks of FP8 parameters on a rank are blocks of the model's own tensors.
 
-    Layouts cutting through blocks are refused earlier (`models.fp8_widths`). Here the cause is the model itself, for
-    example heads of width 64.
+    Does nothing unless `policy.precision.parameters` is fp8. Layouts cutting through blocks are refused earlier
+    (`models.fp8_widths`). Here the cause is the model itself, for example heads of width 64.
 
     Raises:
-        UserError: Names a tensor.
+        UserError: The blocks of a tensor differ; names the tensor.
     """
     if config.policy.precision.parameters != "fp8":
         return

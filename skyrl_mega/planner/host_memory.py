@@ -76,7 +76,7 @@ class NodeMemory:
 
     @property
     def total(self) -> int:
-        """Returns the sum of all parts."""
+        """Bytes of all parts together."""
         return sum(vars(self).values())
 
 
@@ -88,7 +88,7 @@ def host_memory(
     node: PlannedNode,
     first: bool,
 ) -> NodeMemory:
-    """Returns the host memory of a node.
+    """Estimates the host memory that a run needs on a node.
 
     Args:
         config: The settings.
@@ -165,8 +165,8 @@ def _rank_memories(
 
 
 def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> int:
-    """Returns the bytes of pinned host memory for the reference weights of a policy rank; 0 without a reference on the
-    policy's ranks."""
+    """Returns the bytes of pinned host memory for the reference weights of policy rank `rank`; 0 without a KL term, and
+    for a reference with a separate layout."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
     pp = parallel.coordinates(rank).pp
@@ -212,12 +212,20 @@ class Shares:
     """Largest parts of a checkpoint in bytes. All ranks write at once, each from local memory."""
 
     rank: int
+    """Bytes written by the rank with the largest part."""
     node: int
+    """Bytes written by all ranks of the node with the largest part."""
 
 
 def shares(config: Config, decoder: Decoder, parallel: ParallelDims, placed: Sequence[PlannedNode]) -> Shares:
-    """Returns the bytes written by the rank and by the node with the largest part of a checkpoint; 0 without
-    checkpoints."""
+    """Returns the largest parts of a checkpoint (policy and critic) of a rank and of a node; zeros without checkpoints.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+        placed: All nodes of the run.
+    """
     if not config.checkpoint.every:
         return Shares(0, 0)
     critic = critic_dims(config)
@@ -249,7 +257,7 @@ class Disk:
 
 
 def disk(config: Config, decoder: Decoder) -> Disk:
-    """Returns the sizes of the files in a run's folder."""
+    """Estimates the sizes of the checkpoints and of the export in a run's folder."""
     trained = [(config, decoder), *[(critic_view(config), decoder.critic)] * has_critic(config)]
     checkpoint = sum(_model_bytes(settings, m) for settings, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:

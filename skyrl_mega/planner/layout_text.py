@@ -12,7 +12,8 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row per rank: coordinates, and ranges (`0-7`, inclusive) of the rank's layers, heads and experts."""
+    """Returns a row of a table per policy rank: coordinates, and ranges (`0-7`, inclusive) of the rank's layers, heads
+    and experts, by name of the column."""
     rows = []
     for rank in range(parallel.ranks):
         at = parallel.coordinates(rank)
@@ -27,8 +28,8 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row per worker of an engine, with the ranges of its layers, heads and experts; all engines are
-    alike."""
+    """Returns a row of a table per worker of one engine, with the ranges of the worker's layers, heads and experts, by
+    name of the column; all engines are alike."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

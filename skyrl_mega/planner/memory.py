@@ -62,17 +62,17 @@ DEFAULT_GPU_GIB = 79.1
 
 
 def itemsize(config: Config) -> int:
-    """Returns the bytes of a model parameter element."""
+    """Returns the bytes of an element in `model.dtype`."""
     return limits.itemsize(config.model.dtype)
 
 
 def gpu_bytes(config: Config) -> int:
-    """Returns the memory of a GPU in bytes."""
+    """Returns the memory of a GPU in bytes: `cluster.gpu_memory_gib`, by default an H100's."""
     return int((config.cluster.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB)
 
 
 def on_cpu(config: Config) -> bool:
-    """Returns True if processes compute in host memory; `auto` is planned as CUDA."""
+    """Returns True if `cluster.device` is cpu, so that processes compute in host memory; `auto` is planned as CUDA."""
     return config.cluster.device == "cpu"
 
 
@@ -82,7 +82,7 @@ def overlapped(config: Config) -> bool:
 
 
 def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """Returns the memory of policy rank `rank`."""
+    """Estimates the GPU memory (on a CPU the host memory) of policy rank `rank` by kind."""
     size = itemsize(config)
     state, pp = policy_state(config, decoder, parallel, rank), parallel.coordinates(rank).pp
     activation_bytes = _activations(config, decoder, parallel, pp)
@@ -105,7 +105,8 @@ def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
 
 
 def policy_state(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> ModelState:
-    """Returns the permanent memory of policy rank `rank`, with a streamed optimizer as if it stayed on the device."""
+    """Returns the bytes of weights, gradients and optimizer state of policy rank `rank`. A streamed optimizer is
+    counted as if all its state were on the device."""
     return _model_state(
         decoder,
         parallel,
@@ -118,7 +119,7 @@ def policy_state(config: Config, decoder: Decoder, parallel: ParallelDims, rank:
 
 
 def moments(config: Config) -> int:
-    """Returns the bytes of the two optimizer moments per policy element."""
+    """Returns the bytes of Adam's two moments together per trained element of the policy."""
     return MOMENTS[config.policy.optimizer.moments]
 
 
@@ -134,7 +135,8 @@ def _streamed_bytes(state: ModelState, activation_bytes: Activations, master: in
 
 
 def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """Returns the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes."""
+    """Estimates the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes.
+    `parallel` is the reference's grid."""
     coords = parallel.coordinates(rank)
     forward = replace(_activations(config, decoder, parallel, coords.pp), train=0, train_logits=0, host=0)
     weights = _elements(stage(decoder, parallel, coords.pp)) * itemsize(config)
@@ -142,7 +144,8 @@ def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, r
 
 
 def critic_view(config: Config) -> Config:
-    """Returns the settings with the critic as the policy and without a reference."""
+    """Returns settings in which the critic's model and layout are the policy's, without a reference: for estimating a
+    critic by the formulas of a policy."""
     kl = replace(config.algorithm.kl, coefficient=0.0)
     return replace(config, policy=critic_model(config), algorithm=replace(config.algorithm, kl=kl))
 
@@ -155,7 +158,7 @@ def critic_dims(config: Config) -> ParallelDims | None:
 
 
 def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """Returns the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
+    """Estimates the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
 
     Args:
         config: The settings.
@@ -167,7 +170,7 @@ def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
 
 
 def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMemory:
-    """Returns the memory of worker `worker` of an engine."""
+    """Estimates the memory of worker `worker` of an engine by kind."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
     weights = engine_bytes(config, decoder, worker)
@@ -218,20 +221,22 @@ def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: i
 
 
 def rounded(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Returns how many weights of a rank of stage `pp` are rounded to FP8. Includes norms and router (small)."""
+    """Returns the number of weights of a policy rank of pipeline stage `pp` in layers that compute in FP8; 0 without
+    FP8. Includes norms and routers, which are small and not rounded."""
     precision = config.policy.precision
     fp8 = range(precision.first_layers, decoder.layers - precision.last_layers) if precision.recipe != "model" else ()
     return sum(size for layer, size in layers(decoder, parallel, pp).items() if layer in fp8)
 
 
 def kept_in_fp8(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Returns how many weights of a rank of stage `pp` are stored in FP8 (`policy.precision.parameters`)."""
+    """Returns the number of weights of a policy rank of pipeline stage `pp` stored in FP8; 0 unless
+    `policy.precision.parameters` is fp8."""
     return rounded(config, decoder, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
 
 
 def fp8_copies(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
-    """Returns the bytes of a rank's FP8 copies of weights (`policy.precision`): in a pass without backward, and in a
-    pass with backward.
+    """Returns the bytes of FP8 copies of weights on a policy rank of pipeline stage `pp`: (in a pass without backward,
+    in a pass with backward); zeros without FP8, and with FP8 parameters.
 
     Transformer Engine keeps a byte per weight for products with activations, and a byte for products with gradients. On
     a CPU the rounded weights are in `model.dtype`; `mxfp8` always needs both copies there.

@@ -32,10 +32,10 @@ FILE = "micro_tokens.json"
 
 
 def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
-    """Returns the settings with `policy.micro_tokens` set: the given number, or the largest candidate that adds no
-    memory problem.
+    """Returns the settings with `policy.micro_tokens` set: the given number, or for null the largest candidate without
+    a memory problem by the plain estimates.
 
-    Plain estimates are used, without a margin. Problems that exist even with the smallest candidate are ignored.
+    Problems that exist even with the smallest candidate are ignored.
 
     Args:
         config: The settings, with checked layouts.
@@ -51,7 +51,8 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
 
 
 def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
-    """Returns the settings of a run with `policy.micro_tokens` set; a resumed run keeps the previous choice.
+    """Returns the settings of a run with `policy.micro_tokens` set, and writes a new choice to `FILE` in the run's
+    folder. A resumed run keeps the choice in this file.
 
     Args:
         config: The settings.
@@ -60,7 +61,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
         resumes: True if the run resumes from a checkpoint.
 
     Raises:
-        UserError: The previous choice cannot be read.
+        UserError: The file of a resumed run cannot be read, or its number is no candidate.
     """
     if config.policy.micro_tokens is not None:
         return config

@@ -37,8 +37,8 @@ def streaming_rate(config: Config) -> float:
 
 
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
-    """Returns the bytes moved per step by the busiest policy rank plus those of the busiest critic rank, which moves
-    afterwards; 0 if `residency.keep` is null."""
+    """Returns the bytes copied between GPU and host memory in a step, in both directions: by the busiest policy rank,
+    plus by the busiest critic rank, which copies afterwards. 0 if `residency.keep` is null."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -56,20 +56,21 @@ def _critic_moving(config: Config, decoder: Decoder) -> int:
 
 
 def residency_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Returns the seconds per step spent on transfers alone."""
+    """Estimates the seconds per step spent on copies of parts between GPU and host memory: `moved_bytes` /
+    `host_rate`."""
     return moved_bytes(config, decoder, parallel) / host_rate(config)
 
 
 @dataclass(frozen=True)
 class NeedlessOffload:
-    """Needless offload from GPUs used by no other process."""
+    """An offload that frees memory for nobody: no other process uses the GPUs."""
 
     owners: tuple[str, ...]
     """Owners of the offloaded parts: policy, engines, critic."""
     seconds: float
     """Seconds per step; 0 if the parts are dropped and created again."""
     keep: str
-    """Value of `residency.keep` without the offload."""
+    """Value of `residency.keep`, as written on the command line, without the offload."""
 
 
 def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[NeedlessOffload]:

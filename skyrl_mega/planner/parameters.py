@@ -30,6 +30,7 @@ class Parameters:
     """Arrays over the parameters [n], in the order of `named_parameters()`."""
 
     numel: Ints
+    """Number of elements of each parameter on the rank."""
     expert: Bools
     """True for parameters of an expert."""
     router: Bools
@@ -44,21 +45,22 @@ class Parameters:
 
     @cached_property
     def total(self) -> int:
-        """Returns the number of elements of all parameters."""
+        """Number of elements of all parameters together."""
         return int(self.numel.sum())
 
     def untrained(self, freeze_router: bool) -> Bools:
-        """Returns a mask [n] of the parameters without gradients and optimizer state."""
+        """Returns a mask [n]: True for parameters without gradients and optimizer state, correction biases and, with
+        `freeze_router`, routers."""
         return self.fixed | (self.router & freeze_router)
 
     def select(self, chosen: Bools) -> Parameters:
-        """Returns the parameters selected by a mask [n]."""
+        """Returns the parameters with True in the mask `chosen` [n]."""
         return Parameters(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @lru_cache(maxsize=4096)
 def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
-    """Returns the model chunks of a rank on pipeline stage `pp`: one, or one per virtual stage.
+    """Returns the parameters of each model chunk of a rank on pipeline stage `pp`: one chunk, or one per virtual stage.
 
     Ranks with equal `pp` hold tensors of the same shapes.
     """
@@ -82,8 +84,7 @@ def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters
 
 
 def layers(decoder: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
-    """Returns the number of elements of each decoder layer on a rank of pipeline stage `pp`, by layer number in the
-    model."""
+    """Returns global index of a layer → number of its elements on a rank, for the layers of pipeline stage `pp`."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     own_layers = (
         i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(decoder.layers, pp, chunk)

@@ -25,12 +25,13 @@ class PlannedNode:
 
     @property
     def workers(self) -> int:
-        """Returns the number of engine workers."""
+        """Number of engine workers on the node, over all engines."""
         return sum(map(len, self.engines.values()))
 
 
 def nodes(config: Config) -> list[PlannedNode]:
-    """Returns all used nodes, in order; see `run_placement`."""
+    """Returns the ranks and engine workers of every node that the run uses, in the order of nodes; see
+    `cluster.run_placement`."""
     placement = plan_placement(config)
     size = engine_ranks(config.rollout)
     planned = [PlannedNode() for _ in range(placement.nodes)]

@@ -46,12 +46,14 @@ Kinds = Mapping[str, int]
 
 
 def lower_bound(kinds: Kinds) -> float:
-    """Returns the smallest plausible sum of bytes: counted kinds (`COUNTED`) in full, estimated kinds less `MARGIN`."""
+    """Returns the smallest plausible sum of bytes: counted kinds (`COUNTED`) in full, and 1 - `MARGIN` of estimated
+    kinds."""
     return sum(size if kind in COUNTED else (1 - MARGIN) * size for kind, size in kinds.items())
 
 
 def offloaded_bytes(state: ModelState, role: str, keep: Sequence[str] | None, streamed: bool) -> int:
-    """Returns the bytes of a rank that are offloaded between phases and loaded again.
+    """Returns the bytes of a rank that are copied to host memory in some phase of a step, and back: weights and
+    optimizer state not kept by `residency.keep`. Gradients are dropped, not copied.
 
     Args:
         state: Weights and optimizer state of the rank.
@@ -94,7 +96,7 @@ class PolicyMemory:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Returns the phases with different memory for this role."""
+        """Phases between which the memory of this role differs, in order (`SHOWN`)."""
         return SHOWN[self.role]
 
     def is_resident(self, kind: str, phase: str) -> bool:
@@ -103,7 +105,8 @@ class PolicyMemory:
         return part is None or part in resident(phase, self.keep)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns the bytes on the device in a phase, by kind."""
+        """Returns kind → bytes on the device in a phase of `PHASES`; kinds that are absent in the phase are left
+        out."""
         state_kinds = ((kind, getattr(self.state, kind)) for kind in ("weights", "gradients", "optimizer"))
         kinds = {kind: size for kind, size in state_kinds if size and self.is_resident(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
@@ -119,38 +122,37 @@ class PolicyMemory:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Returns the bytes on the device by phase."""
+        """Phase → bytes of all kinds on the device."""
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     @property
     def busiest(self) -> str:
-        """Returns the phase with the highest memory."""
+        """Name of the phase with the most bytes on the device."""
         return max(PHASES, key=lambda name: self.totals[name])
 
     @property
     def peak(self) -> int:
-        """Returns the bytes in the busiest phase."""
+        """Bytes on the device in the busiest phase."""
         return self.totals[self.busiest]
 
     @property
     def lower_bound(self) -> int:
-        """Returns the lower bound of the peak: every estimate is reduced by the margin."""
+        """Smallest plausible peak in bytes: the highest lower bound of a phase, with estimates reduced by `MARGIN`."""
         return int(max(lower_bound(self.phase(name)) for name in PHASES))
 
     def estimate_error(self, phase: str) -> int:
-        """Returns how many bytes the estimate of a phase's activations and logits may be too low."""
+        """Returns `MARGIN` of a phase's activations and logits: the bytes by which their estimate may be too low."""
         kinds = self.phase(phase)
         return int(MARGIN * sum(kinds.get(kind, 0) for kind in ("forward", "activations", "logits")))
 
     @property
     def offloaded(self) -> int:
-        """Returns the bytes offloaded between phases and loaded again. Gradients are dropped, not moved."""
+        """Bytes copied to host memory in some phase, and back; see `offloaded_bytes`."""
         return offloaded_bytes(self.state, self.role, self.keep, bool(self.streamed))
 
     @property
     def pinned(self) -> int:
-        """Returns the bytes of pinned host memory: offloaded parts, streamed optimizer state and offloaded
-        activations."""
+        """Bytes of pinned host memory: offloaded parts, streamed optimizer state and offloaded activations."""
         return self.offloaded + self.streamed + self.activations.host
 
 
@@ -174,7 +176,7 @@ class EngineMemory:
     beside: int
     """GPU memory outside the budget. Estimated."""
     per_token: int
-    """KV cache per token."""
+    """Bytes of KV cache per token."""
     cpu_kv_cache: int | None = None
     """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None
@@ -182,19 +184,20 @@ class EngineMemory:
 
     @property
     def kv(self) -> int:
-        """Returns the bytes of the KV cache, which takes the rest of the budget."""
+        """Bytes of the KV cache: budget - weights - working - reserve, possibly negative; on a CPU the requested
+        cache."""
         if self.cpu_kv_cache is not None:
             return self.cpu_kv_cache
         return self.budget - self.weights - self.working - self.reserve
 
     @property
     def tokens(self) -> int:
-        """Returns the capacity of the KV cache in tokens."""
+        """Capacity of the KV cache in tokens; 0 if the budget leaves no cache."""
         return max(0, self.kv) // self.per_token
 
     @property
     def most_tokens(self) -> int:
-        """Returns the cache's capacity in tokens at most: with `working` and `reserve` smaller by the margin."""
+        """Largest plausible capacity of the KV cache in tokens: with `working` and `reserve` smaller by `MARGIN`."""
         return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
 
     def awake(self, phase: str) -> bool:
@@ -202,7 +205,7 @@ class EngineMemory:
         return resident(phase, self.keep).issuperset(ENGINE)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns the bytes on the device in a phase, by kind.
+        """Returns kind → bytes on the device in a phase; kinds that are absent in the phase are left out.
 
         A partly sleeping engine holds no working memory: the workspace of experts is dropped with the KV cache, and
         torch's cache is emptied. On a shared GPU the sync buckets belong to the policy.
@@ -216,7 +219,7 @@ class EngineMemory:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Returns the bytes on the device by phase."""
+        """Phase → bytes of all kinds on the device."""
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     def lower_bound_in(self, phase: str) -> float:
@@ -230,16 +233,15 @@ class EngineMemory:
 
     @property
     def resident(self) -> int:
-        """Returns the bytes during generation: the whole budget, and the memory outside it."""
+        """Bytes on the device during generation: `budget` + `beside`."""
         return self.budget + self.beside
 
     @property
     def peak(self) -> int:
-        """Returns the bytes during generation, plus a staged layer and the sync buckets of a GPU without a policy
-        rank."""
+        """Most bytes on a GPU without a policy rank: generation, plus the staged layer and the buckets of a sync."""
         return self.resident + self.staged + self.sync
 
     @property
     def lower_bound(self) -> int:
-        """Returns the lower bound of the bytes during generation: the estimate is reduced by the margin."""
+        """Smallest plausible bytes during generation: `beside`, an estimate, is reduced by `MARGIN`."""
         return self.budget + int((1 - MARGIN) * self.beside)

@@ -53,7 +53,9 @@ class Rate:
     key: str
     """Key of the setting."""
     value: float
+    """Value in the setting's unit."""
     source: str
+    """Source of the value, for people: data sheet, assumption, settings, or measured figure and file."""
     factor: float
     """Uncertainty: the true rate lies between value / factor and value · factor."""
 
@@ -88,7 +90,7 @@ def has_times(config: Config) -> bool:
 
 
 def shifted(config: Config, rate: Rate, factor: float) -> Config:
-    """Returns the settings with a rate multiplied by the factor; a share stays at most 1."""
+    """Returns the settings with the rate's value multiplied by `factor`; a share (`…_share`) becomes at most 1."""
     value = rate.value * factor
     change: Change = ((rate.key, min(1.0, value) if rate.key.endswith("_share") else value),)
     return changed(config, change)

@@ -32,28 +32,30 @@ class UnsafePhase:
 
     gpu: SharedGpu
     phase: str
+    """Name of the phase."""
 
     @property
     def free(self) -> int:
-        """Returns the free bytes; a negative number is the estimated shortage."""
+        """Estimated free bytes of the GPU in the phase; negative for a shortage."""
         return self.gpu.free(self.phase)
 
     @property
     def possible_shortage(self) -> int:
-        """Returns how many more bytes may be missing: the error of the phase's estimates, at least `MIN_FREE`."""
+        """Bytes by which the phase may need more than estimated: the error of the estimates, at least `MIN_FREE`."""
         return max(MIN_FREE, self.gpu.policy.estimate_error(self.phase))
 
 
 def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -> UnsafePhase | None:
-    """Returns the phase with the least free memory, of all unsafe phases; None if all are safe. Phases short of memory
-    come first."""
+    """Returns the least safe phase of all shared GPUs: the largest shortage, else the smallest free memory beyond the
+    estimates' error. None if every phase has more free memory than this error, or no GPU is shared."""
     phases = (UnsafePhase(gpu, phase) for gpu in shared_gpus(config, decoder, parallel) for phase in gpu.policy.phases)
     unsafe = [phase for phase in phases if phase.free < phase.possible_shortage]
     return min(unsafe, key=lambda phase: (min(phase.free, 0), phase.free - phase.possible_shortage), default=None)
 
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
-    """Returns settings that free at least `MIN_GAIN` and pass all checks, including host memory; largest gain first.
+    """Returns single settings, with the bytes that each frees, that free at least `MIN_GAIN` and pass all checks,
+    including host memory; largest gain first.
 
     Args:
         config: The settings.

@@ -12,14 +12,14 @@ PLACE_BYTES = 16
 
 
 def route_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of the routes of a token; 0 without replay."""
+    """Returns the bytes of a token's routes over all MoE layers; 0 without router replay, or without experts."""
     shape = RouteShape.of(decoder)
     return shape.token_bytes if shape and config.policy.moe.replay != "off" else 0
 
 
 def rank_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Returns the bytes per token of a packed micro-batch on a policy rank: the replayed routes, and the routes to be
-    reproduced."""
+    """Returns the bytes of routes per token of a packed micro-batch on a policy rank: the routes to replay, and a
+    second copy for checking; 0 without router replay."""
     token_bytes = route_bytes(config, decoder)
     return (2 * token_bytes + PLACE_BYTES) / parallel.tensor if token_bytes else 0.0
 

@@ -49,22 +49,27 @@ class RunTime:
     """Seconds of the parts of a run."""
 
     step: StepTime
+    """Seconds of a step."""
     steps: int
+    """Number of steps."""
     evaluation: float
     """Seconds of an evaluation."""
     evaluations: int
+    """Number of evaluations."""
     checkpoint: float
     """Seconds of writing a checkpoint."""
     checkpoints: int
+    """Number of checkpoints."""
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of all steps, evaluations and checkpoints."""
+        """Seconds of the run: all steps, evaluations and checkpoints."""
         return self.steps * self.step.step + self.evaluations * self.evaluation + self.checkpoints * self.checkpoint
 
     @property
     def values(self) -> dict[str, float]:
-        """Returns the seconds of a step by phase, with the step's share of evaluations and checkpoints."""
+        """Name → seconds per step: each phase, their sum `step`, the step's share of evaluations and checkpoints, and
+        `whole`, the run's seconds / steps."""
         steps = max(1, self.steps)
         return {
             **asdict(self.step),
@@ -91,8 +96,11 @@ class ErrorBar:
     """Interval of a run's seconds as factors of the estimate, and the causes."""
 
     low: float
+    """Factor at the lower end, at most 1."""
     high: float
+    """Factor at the upper end, at least 1."""
     causes: tuple[Uncertainty, ...]
+    """Uncertain inputs that change the seconds by a factor of at least `SHOWN`."""
 
 
 Sync = Callable[[Config], float]
@@ -104,12 +112,16 @@ class Planned:
     """Everything that a duration depends on, apart from rates and trajectories."""
 
     decoder: Decoder
+    """The model."""
     parallel: ParallelDims
+    """The policy's grid."""
     sync: Sync
+    """Function for the seconds of a weight sync."""
     counts: Counts
+    """Steps, evaluated trajectories and checkpoint bytes of the run."""
 
     def run_time(self, config: Config, trajectories: Trajectories, *, is_assumed: bool = False) -> RunTime:
-        """Returns the seconds of a run; of `USUAL_STEPS` steps if the number of steps is unknown.
+        """Estimates the seconds of a run, with `USUAL_STEPS` steps if the number of steps is unknown.
 
         Args:
             config: The settings.
@@ -142,14 +154,15 @@ class Planned:
 
 
 def evaluations(config: Config, steps: int) -> int:
-    """Returns the number of evaluations of a run: before the first step, every `evaluation.every` steps, and after the
-    last step."""
+    """Returns the number of evaluations of a run of `steps` steps: before the first step with `evaluation.before`,
+    every `evaluation.every` steps, and after the last step."""
     every = config.evaluation.every
     return int(config.evaluation.before) + (-(-steps // every) if every else 0)
 
 
 def columns(config: Config, parallel: ParallelDims, mean: Trajectories) -> dict[str, Trajectories]:
-    """Returns the trajectories of the three columns: short, mean, and at the limit."""
+    """Returns the trajectories for the three columns of an estimate: `short` (half of the mean lengths), `mean`, and
+    `limit` (every length at its limit)."""
     limit = at_limit(config, parallel, mean)
     return {"short": mean.scaled(SHORT, limit.written), "mean": mean, "limit": limit}
 
@@ -162,7 +175,7 @@ def error_bar(
     lengths: Sequence[Trajectories] = (),
     signal: bool = False,
 ) -> ErrorBar:
-    """Returns the interval of a run's seconds.
+    """Estimates the uncertainty of a run's seconds, as described at the top of this file.
 
     Args:
         seconds: Function from settings and trajectories to the seconds of the run.

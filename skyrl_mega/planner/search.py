@@ -63,6 +63,7 @@ class Suggestion:
     """Settings that fit."""
 
     parallel: ParallelDims
+    """The policy's grid."""
     config: Config
     """The complete settings."""
     peak: int
@@ -74,7 +75,7 @@ class Suggestion:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the values, by dotted key, that turn the given settings into these."""
+        """Key → value of every setting that a search may change, as in `config`."""
         c, layout = self.config, self.config.policy.layout
         return {
             "cluster.nodes": c.cluster.nodes,
@@ -93,13 +94,13 @@ class Suggestion:
 
     @property
     def overrides(self) -> list[str]:
-        """Returns the same values as command-line arguments."""
+        """`settings` as command-line arguments, `key=value` with values in JSON."""
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Returns a sort key for how much the model is cut: stages, then matrices and contexts, then experts, then
-        recomputation."""
+        """Sort key, smallest for the model least divided: stages, then tensor · context, then experts, then
+        recomputation or offloaded activations."""
         p = self.parallel
         recomputes = self.config.policy.recompute != "none" or self.config.policy.offload_layers > 0
         return p.pipeline * p.virtual_pipeline, p.tensor * p.context, p.expert, recomputes
@@ -110,15 +111,18 @@ class Evaluated:
     """Policy settings combined with all engines."""
 
     config: Config
+    """The settings with this policy."""
     ranks: PolicyRanks
     """Memory of the policy."""
     engines: list[EngineChoice]
+    """All engines considered for this division of the GPUs."""
     fitting: list[Suggestion]
     """Combinations that fit."""
 
     @property
     def missing_bytes(self) -> int:
-        """Returns the missing bytes of a GPU if nothing fits; 0 or less if only the critic does not fit."""
+        """Bytes that the fullest GPU lacks with the least demanding engines; 0 or less if these fit, and only the
+        critic does not."""
         return missing_bytes(self.config, self.ranks, self.engines)
 
 
@@ -127,6 +131,7 @@ class SearchResult:
     """Fitting layouts, the number of tried settings, and the nearest miss."""
 
     gpus: int
+    """Number of GPUs searched for."""
     evaluated: int
     """Number of evaluated settings."""
     suggestions: tuple[Suggestion, ...]
@@ -152,8 +157,9 @@ class SearchState:
     """State of a running search."""
 
     gpus: int
+    """Number of GPUs under search."""
     evaluated: int
-    """Number of evaluated settings."""
+    """Number of evaluated settings so far."""
     best: Suggestion | None
     """The fastest fitting settings so far; host memory is not checked yet."""
 
@@ -164,7 +170,8 @@ def search(
     gpus: int | None = None,
     goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
-    """Tries layouts for about `SECONDS` of CPU time; returns the fitting layouts or the nearest miss.
+    """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts or the nearest miss. If
+    nothing fits, a quarter of this time goes into finding a number of GPUs that is enough.
 
     Args:
         config: The settings.

@@ -22,24 +22,26 @@ class SharedGpu:
     """Policy rank and engine worker on the same GPU. Sizes in bytes."""
 
     rank: int
-    """Policy rank leaving the least memory."""
+    """First policy rank of a pipeline stage, the fullest of the stage."""
     policy: PolicyMemory
+    """Memory of the policy rank."""
     engine: EngineMemory
+    """Memory of the engine worker."""
     size: int
     """GPU memory reported by CUDA."""
 
     def free(self, phase: str) -> int:
-        """Returns the free bytes in a phase; a negative number is a shortage."""
+        """Returns the estimated free bytes in a phase; a negative number is a shortage."""
         return self.size - self.engine.totals[phase] - self.policy.totals[phase]
 
     @property
     def busiest(self) -> str:
-        """Returns the phase with the least free memory."""
+        """Name of the phase with the least free memory."""
         return min(PHASES, key=self.free)
 
     @property
     def least_free(self) -> int:
-        """Returns the free bytes in the busiest phase."""
+        """Free bytes in the busiest phase; negative for a shortage."""
         return self.free(self.busiest)
 
     def needed(self, phase: str, strict: bool) -> float:
@@ -65,8 +67,8 @@ class SharedGpu:
         return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
 
     def largest_budget(self, strict: bool) -> float:
-        """Returns the largest bytes of GPU memory for the engine that fit beside the policy in all phases with a KV
-        cache.
+        """Returns the largest budget of the engine in bytes (`EngineMemory.budget`) that fits beside the policy in
+        every phase with a KV cache.
 
         Args:
             strict: True to use plain estimates, False to subtract the margin.
@@ -76,12 +78,13 @@ class SharedGpu:
 
 
 def stage_ranks(parallel: ParallelDims) -> dict[int, int]:
-    """Returns the first rank of each pipeline stage; no other rank of the stage holds more."""
+    """Returns pipeline stage → first rank of the stage; no other rank of the stage holds more."""
     return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
 
 
 def shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
-    """Yields a shared GPU per pipeline stage; none if policy and engines share no GPU, and none on CPUs."""
+    """Yields the shared GPU of the first rank of each pipeline stage; none if policy and engines share no GPU, and none
+    on CPUs."""
     if not config.cluster.shared or on_cpu(config):
         return
     engine, size = engine_memory(config, decoder), gpu_bytes(config)
@@ -97,7 +100,7 @@ def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
 def misfit(
     config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]
 ) -> UserError | None:
-    """Returns the error message if policy and engine do not fit on a GPU, else None.
+    """Returns the error for the fullest GPU if policy and engine do not fit together, else None.
 
     The message names the phase, the memory by kind, and settings that would fit.
 
@@ -157,7 +160,8 @@ def _smaller_keep(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[
 
 
 def describe_kinds(kinds: Mapping[str, int]) -> str:
-    """Returns the kinds of memory of at least a tenth of a GiB, as text."""
+    """Returns the kinds of memory of at least a tenth of a GiB with their GiB, as text: `weights 12.3, kv_cache
+    40.0`."""
     return ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items() if size >= GIB / 10)
 
 

@@ -50,12 +50,15 @@ class StepTime:
     """Seconds of each phase of a step."""
 
     generate: float
+    """Seconds of the engines until all answers are complete."""
     logprobs: float
     """Log-prob passes of the policy, and of a reference if any."""
     critic: float
     """A critic's values and optimizer steps; 0 without a critic."""
     train: float
+    """Optimizer steps of the policy."""
     sync: float
+    """Weight sync."""
     residency: float
     """Transfers between GPU and host memory of parts taking turns on a GPU (`planner.moves`)."""
     ahead: float = 0.0
@@ -65,13 +68,13 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Returns the seconds of the whole step: the sum of all phases minus the overlap."""
+        """Seconds of the whole step: the sum of all phases minus `ahead`, which overlaps."""
         return sum(asdict(self).values()) - 2 * self.ahead
 
 
 @lru_cache(maxsize=16)
 def elements(decoder: Decoder) -> int:
-    """Returns the number of elements of the whole model."""
+    """Returns the number of parameters of the whole model; a tied head is not counted twice."""
     return sum(map(prod, huggingface.tensors(decoder).values()))
 
 
@@ -88,7 +91,7 @@ def step_time(
     sync: float | None = None,
     trajectories: Trajectories | None = None,
 ) -> StepTime:
-    """Returns the seconds of an RL step.
+    """Estimates the seconds of an RL step by phase.
 
     Args:
         config: The settings.
@@ -117,7 +120,8 @@ def step_time(
 
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Returns the seconds of a step apart from generation and residency transfers."""
+    """Estimates the seconds of a step apart from generation and residency transfers: policy, critic and weight sync,
+    with lengths from `cluster.rates.length_share`."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
@@ -133,7 +137,7 @@ def _single_copy_time(config: Config, decoder: Decoder) -> float:
 
 
 def critic_time(config: Config, decoder: Decoder) -> float:
-    """Returns the seconds of a critic's values and optimizer steps; 0 without a critic."""
+    """Estimates the seconds of a critic's values and optimizer steps in a step; 0 without a critic."""
     parallel, view = critic_dims(config), critic_view(config)
     if parallel is None:
         return 0.0
@@ -142,15 +146,15 @@ def critic_time(config: Config, decoder: Decoder) -> float:
 
 
 def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
-    """Returns the seconds until all samples of a step are complete, with lengths from `cluster.rates.length_share` and
-    environments without time."""
+    """Estimates the seconds of engines until all trajectories of a step are complete, with lengths from
+    `cluster.rates.length_share`, and environments that take no time."""
     return rollout_times(config, decoder, sizes, of_batch(config, sizes))[0]
 
 
 def rollout_times(
     config: Config, decoder: Decoder, sizes: StepSizes, trajectories: Trajectories, prompts: Sequence[int] | None = None
 ) -> tuple[float, float]:
-    """Returns the seconds of the engines until all samples of a step are complete, and the seconds that environments
+    """Estimates the seconds of engines until all trajectories of a step are complete, and the seconds that environments
     add.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
@@ -208,15 +212,15 @@ def _round_times(
 
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
-    """Returns the seconds in which an engine reads one token of a prompt, for prompts of `tokens` tokens."""
+    """Estimates the seconds that an engine takes to prefill one token of a prompt, for prompts of `tokens` tokens."""
     rates, work = config.cluster.rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
 
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
-    """Returns a function from the number of running sequences, each `mean` tokens long, to the seconds of a decoding
-    step."""
+    """Returns a function that estimates the seconds of an engine's decoding step, a token for each running sequence,
+    from the number of running sequences, each `mean` tokens long."""
     rollout, rates = config.rollout, config.cluster.rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
@@ -234,7 +238,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
 
 
 def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
-    """Returns how many sequences of a step an engine runs at once on average.
+    """Estimates the number of sequences of a step that one engine runs at once on average, at least 1.
 
     Args:
         config: The settings.
@@ -248,7 +252,7 @@ def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
-    """Returns the seconds of all optimizer steps, and of all log-prob passes."""
+    """Estimates the policy's seconds in a step: (all optimizer steps, all log-prob passes, a reference's included)."""
     size = itemsize(config)
     train, forward = _pass_times(config, decoder, parallel, sizes)
     train *= sizes.epochs
@@ -262,7 +266,8 @@ def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes
 
 
 def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> float:
-    """Returns the model FLOPs utilisation (0 to 1) of the train phase, relative to the peak `cluster.rates.tflops`."""
+    """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, relative to
+    the peak `cluster.rates.tflops` of all policy ranks."""
     load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)

@@ -28,33 +28,36 @@ class Trajectories:
 
     @property
     def mean(self) -> float:
-        """Returns the mean tokens in total."""
+        """Mean tokens of a trajectory: `read` + `written`."""
         return self.read + self.written
 
     @property
     def longest(self) -> float:
-        """Returns the tokens written by the longest trajectory of a step."""
+        """Tokens of the policy in the longest trajectory of `sample`, at least the mean."""
         return max(self.written, *(tokens for tokens, _ in self.sample))
 
     def waiting(self, token_s: float) -> float:
-        """Returns the seconds that environments add to the slowest trajectory, with `token_s` seconds per token."""
+        """Returns the seconds by which environments delay the end of the slowest trajectory of `sample`, with `token_s`
+        seconds per token of the policy."""
         alone = max(tokens for tokens, _ in self.sample) * token_s
         return max(tokens * token_s + seconds for tokens, seconds in self.sample) - alone
 
     def scaled(self, factor: float, limit: float) -> Trajectories:
-        """Returns trajectories with all lengths multiplied; the policy writes at most `limit` tokens."""
+        """Returns trajectories with all lengths multiplied by `factor`, and at most `limit` tokens of the policy
+        each."""
         sample = tuple((min(limit, tokens * factor), seconds) for tokens, seconds in self.sample)
         return replace(self, read=self.read * factor, written=min(limit, self.written * factor), sample=sample)
 
 
 def assumed(config: Config, parallel: ParallelDims) -> Trajectories:
-    """Returns trajectories with the mean length of `cluster.rates.length_share`, the longest at its limit, without
-    environments."""
+    """Returns assumed trajectories: mean length `cluster.rates.length_share` times the limits, longest response at the
+    limit, environments that take no time."""
     return of_batch(config, batch(config, parallel))
 
 
 def of_batch(config: Config, sizes: StepSizes) -> Trajectories:
-    """Returns trajectories with the mean length of a batch, the longest at its limit, without environments."""
+    """Returns assumed trajectories with the mean length in `sizes`, the longest response at the limit, and environments
+    that take no time."""
     longest = sizes.generated / config.cluster.rates.length_share
     return Trajectories(max(0.0, sizes.mean - sizes.generated), sizes.generated, ((longest, 0.0),))
 
@@ -67,13 +70,15 @@ def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Traj
 
 
 def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
-    """Returns the settings with another mean length of trajectories, in tokens."""
+    """Returns the settings with `cluster.rates.length_share` changed so that `batch` gives trajectories of `mean`
+    tokens."""
     share = config.cluster.rates.length_share * mean / batch(config, parallel).mean
     return _with_share(config, share)
 
 
 def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories) -> tuple[Config, StepSizes]:
-    """Returns the settings and the sizes of a step with these trajectories."""
+    """Returns settings whose mean length is that of these trajectories (`with_lengths`), and the sizes of a step with
+    these trajectories."""
     config = with_lengths(config, parallel, trajectories.mean)
     return config, replace(batch(config, parallel), generated=trajectories.written)
 
