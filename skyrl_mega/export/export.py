@@ -60,7 +60,7 @@ class ExportResult:
     """With origin "master", names of the tensors exported from the model's weights because the optimizer holds no
     copy."""
     copied: int
-    """Number of tensors copied from the model directory, because the model does not have them."""
+    """Number of tensors copied from the model directory, because the model lacks such tensors."""
     copied_bytes: int
     """Bytes of the copied tensors, included in `nbytes`."""
 
@@ -85,9 +85,9 @@ def export(
         dtype: Type of the files; None means the type of the exported values: the model's, or float32 for "master".
         fp8: True for files in the block FP8 of the model directory; `dtype` is ignored.
         origin: Source of the exported values: the model's "weights", or the optimizer's float32 copies, "master".
-        workers: Number of processes; each needs two buffers of `job.SLAB_BYTES`, or of one row if larger.
+        workers: Number of processes; each needs two buffers of `job.SLAB_BYTES`, or of a row if larger.
         file_bytes: Maximum size of a file (at least one tensor).
-        verify: True to read every tensor back and compare it bit by bit.
+        verify: True to read every tensor back and compare bit by bit.
         progress: Receiver of progress reports.
 
     Raises:
@@ -195,7 +195,7 @@ def _write_tensors(job: ExportJob, partial: Path, workers: int, progress: Progre
 
 
 def _verify(job: ExportJob, partial: Path, workers: int, progress: Progress) -> float:
-    """Reads every tensor back and compares it; returns the seconds that took."""
+    """Reads back and compares every tensor; returns the seconds spent."""
     compared, start = 0, time.perf_counter()
     with progress.phase("verify", job.elements * job.dtype.itemsize) as phase:
         for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):

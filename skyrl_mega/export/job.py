@@ -57,7 +57,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class SlabBatch:
-    """Consecutive slabs of an output file, written with one write."""
+    """Consecutive slabs of an output file, written in a single call."""
 
     file: int
     """Index in `ExportJob.files`."""
@@ -66,7 +66,7 @@ class SlabBatch:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A safetensors file: its header, and the place of each tensor."""
+    """A safetensors file: the header, and the place of each tensor."""
 
     name: str
     header: bytes
@@ -86,7 +86,7 @@ class Fp8Source:
     """The block FP8 of a model directory, to be used for an export."""
 
     matrices: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Matrices in FP8, with the entries of their scales; none for an export without FP8."""
+    """Name → matrix in FP8, with the entry of the scales; {} for an export without FP8."""
     powers_of_two: bool = False
     """True if every scale is a power of two."""
 
@@ -99,7 +99,7 @@ class ExportJob:
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the model's tensors."""
     dtype: torch.dtype
-    """Type of the files' tensors, except those in `float32` and `fp8`."""
+    """Type of the files' tensors, except the tensors in `float32` and `fp8`."""
     model: torch.dtype
     """Type of the model in training."""
     intermediate: torch.dtype
@@ -122,7 +122,7 @@ class ExportJob:
     """File → tensors that are copied from the model directory."""
 
     def type_of(self, tensor: str) -> torch.dtype:
-        """Returns the dtype of a tensor of the model in the output files; scales are listed by their own names."""
+        """Returns the dtype of a tensor of the model in the output files, or of a tensor of scales."""
         return self.outputs[tensor][1]
 
     @property
@@ -132,7 +132,7 @@ class ExportJob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the files: the model's, their scales, and copied tensors."""
+        """Bytes of all tensors in the files: the model's, scales, and copied tensors."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.outputs.values()) + self.copied_bytes
 
     @property
@@ -142,7 +142,7 @@ class ExportJob:
 
     @cached_property
     def outputs(self) -> dict[str, Output]:
-        """Name → shape and dtype of the model's tensors and their scales in the output files."""
+        """Name → shape and dtype of the model's tensors, and of scales, in the output files."""
         return _outputs(self.shapes, Wire(self.dtype, float32=self.float32), self.fp8)
 
 

@@ -60,7 +60,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
-        """Yields a phase to be advanced within the `with`, and prints its line (`ExportPhase.line`) at the end.
+        """Yields a phase to be advanced within the `with`, and prints a line (`ExportPhase.line`) at the end.
 
         Args:
             name: Name of the phase, such as `write`.

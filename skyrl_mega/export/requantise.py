@@ -12,7 +12,7 @@ from skyrl_mega.kernels.block_fp8 import BLOCK
 def requantise(
     values_RC: Tensor, numbers_RC: Tensor, scales_IJ: Tensor, model: torch.dtype, powers_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Quantises weights to the block FP8 of their source; returns numbers [R, C] and scales [I, J] in the source's
+    """Quantises weights to the block FP8 of the source; returns numbers [R, C] and scales [I, J] in the source's
     types.
 
     A block equal to the source's block, dequantised in the model's type, keeps the source's numbers and scale. Any

@@ -66,7 +66,7 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
 
 
 def check_output(output: Path) -> None:
-    """Raises UserError if the output folder contains anything already, or its disk cannot be written to."""
+    """Raises UserError if the output folder contains anything already, or the disk cannot be written to."""
     refuse_folder(output, f"--output {output}")
     parent = disk_of(output)
     if not os.access(parent, os.W_OK):
@@ -74,7 +74,7 @@ def check_output(output: Path) -> None:
 
 
 def disk_of(output: Path) -> Path:
-    """Returns an existing folder on the disk of the export: the output itself, with links followed, or its nearest
+    """Returns an existing folder on the disk of the export: the output itself, with links followed, or the nearest
     existing parent."""
     target = Path(os.path.realpath(output))
     return next(path for path in (target, *target.parents) if path.is_dir())

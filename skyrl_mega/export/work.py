@@ -31,7 +31,7 @@ class ExportMismatch(RuntimeError):
 
 
 class ReadRows(NamedTuple):
-    """Rows read from a checkpoint entry, contiguous in the entry's file, with their checksum."""
+    """Rows read from a checkpoint entry, contiguous in the entry's file, with the checksum."""
 
     entry: int
     """Index in `ExportJob.entries`."""
@@ -43,7 +43,7 @@ class ReadRows(NamedTuple):
 
 
 class ExportWorker:
-    """A process's part of an export. Each method works on one item of the plan, given by index.
+    """A process's part of an export. Each method works on an item of the plan, given by index.
 
     Memory: two buffers of `job.buffer_bytes`, and a few more with FP8.
 

@@ -70,7 +70,7 @@ def number(hf: Hf, key: str) -> float:
 
 
 def require(hf: Hf, key: str, allowed: Any) -> None:
-    """Checks that the value of `key` is `allowed` or null, or that the key is absent.
+    """Checks that `key` is absent, null or `allowed`.
 
     Raises:
         UserError: The key has another value.

@@ -68,8 +68,8 @@ def check_blocks(
 
 
 def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
-    """Returns the tensor-parallel sizes, ascending, that vLLM supports for this model and that cut through no FP8
-    block.
+    """Returns the tensor-parallel sizes, ascending, supported by vLLM for this model and not cutting through any
+    FP8 block.
 
     Args:
         decoder: The model.
@@ -88,7 +88,7 @@ def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[
 
 
 def cut_blocks(decoder: Decoder, cut: EngineCut, online: bool = False) -> str | None:
-    """Returns the first part of a worker whose number of columns is no multiple of 128, the width of an FP8 block, as
+    """Returns the first part of a worker with a number of columns other than a multiple of 128 (an FP8 block's), as
     text such as `96 query columns`; None if every part is a multiple.
 
     Args:
@@ -109,7 +109,7 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """Returns the load-time parameters of worker `rank` of an engine, with the pieces that fill them.
+    """Returns the load-time parameters of worker `rank` of an engine, and the pieces to fill them.
 
     Args:
         decoder: The model.

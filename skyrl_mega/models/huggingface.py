@@ -31,7 +31,7 @@ def is_computed(decoder: Decoder, name: str) -> bool:
 
 def is_in_layers(decoder: Decoder, name: str) -> bool:
     """Returns True if a tensor's name belongs to one of the model's layers. False for tensors outside of layers, and
-    for layers for multi-token prediction, which have higher numbers.
+    for layers for multi-token prediction (higher numbers).
     """
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) < decoder.layers

@@ -82,7 +82,7 @@ def settings(decoder: Decoder) -> MegatronSettings:
 
 
 def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]:
-    """Returns, for each of these layers (global indices), the modules that the layer's attention block declares."""
+    """Returns, for each of these layers (global indices), the modules declared by the layer's attention block."""
     return [next(m for block in decoder.layer(index) if (m := block.layer_modules())) for index in layers]
 
 
@@ -150,7 +150,7 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
 def shard(
     decoder: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
-    """Returns the parameters of policy rank `rank`, with the pieces that fill them.
+    """Returns the parameters of policy rank `rank`, and the pieces to fill them.
 
     Parameters are named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 

@@ -35,7 +35,7 @@ def hub_name(path: str | PurePath) -> str | None:
 
 
 def how_to_get(path: str | PurePath) -> str:
-    """Returns a phrase for messages: the command that downloads or builds the known model at this path.
+    """Returns a phrase for messages: the command to download or build the known model at this path.
 
     The phrase is "`COMMAND` fetches it" or "`COMMAND` makes it". Call only if `hub_name(path)` is not None.
     """

@@ -32,7 +32,7 @@ class Architecture:
     """Name of the transformers class, by which vLLM selects the model."""
     small: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Translates a config.json with common keys, for a small model with random weights, to the keys of this family;
-    None for families without experts, which need no translation."""
+    None for families without experts, which use the common keys."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
         """Returns name → shape of every tensor of the checkpoint on disk."""
@@ -78,7 +78,7 @@ class Architecture:
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
-        """Returns the parameters of policy rank `rank` with the pieces that fill them; names as in `megatron.shard`.
+        """Returns the parameters of policy rank `rank` and the pieces to fill them; names as in `megatron.shard`.
 
         Raises:
             UserError: The layout does not divide the model.
@@ -100,8 +100,8 @@ class Architecture:
         return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in coordinates))
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
-        """Returns the parameters of worker `rank` of an engine, named as in vLLM at load time, with the pieces that
-        fill them.
+        """Returns the parameters of worker `rank` of an engine, named as in vLLM at load time, and the pieces to fill
+        them.
 
         Raises:
             UserError: vLLM cannot split the model so.

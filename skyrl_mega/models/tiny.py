@@ -77,7 +77,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     """Creates a model directory with random weights: config.json, float32 safetensors, generation_config.json.
 
     Adds a tokenizer and chat template with `model.build.tokenizer=characters`. Matrices are normal with standard
-    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; anything that exists at `path`
+    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; anything existing at `path`
     (another process was faster) stays unchanged.
 
     Args:

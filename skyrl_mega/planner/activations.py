@@ -149,7 +149,7 @@ def layer(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> int:
-    """Estimates the bytes that a rank keeps of the first dense, or the first MoE, layer for the backward pass,
+    """Estimates the bytes kept on a rank of the first dense, or the first MoE, layer for the backward pass,
     including the layer's input.
 
     Args:
@@ -178,7 +178,7 @@ def kept_layer(
     spec: Spec,
     fused: frozenset[str],
 ) -> float:
-    """Estimates the mean bytes that a rank of stage `pp` keeps of a layer for the backward pass.
+    """Estimates the mean bytes kept of a layer for the backward pass on a rank of stage `pp`.
 
     Args:
         decoder, parallel: See `layer`.

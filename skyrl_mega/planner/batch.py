@@ -65,7 +65,7 @@ class StepSizes:
 
 
 def batch(config: Config, parallel: ParallelDims) -> StepSizes:
-    """Estimates the sizes of an RL step, assuming that all sequences have the same length, from
+    """Estimates the sizes of an RL step with equally long sequences, of the length from
     `cluster.rates.length_share`.
 
     Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.

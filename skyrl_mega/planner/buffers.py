@@ -44,7 +44,7 @@ class ModelState:
     weights: int
     gradients: int
     optimizer: int
-    """Master weights and moments that this rank owns."""
+    """Master weights and moments owned by this rank."""
     largest: int = 0
     """Part of `optimizer` that belongs to the parameter of which this rank owns the most elements."""
 
@@ -113,7 +113,7 @@ def stage_buffers(
 def rank_state(
     buffers: StageBuffers, parallel: ParallelDims, at: RankCoords, itemsize: int, moments: int
 ) -> ModelState:
-    """Returns the bytes that the rank at `at` allocates for weights, gradients and optimizer state, given the buffers
+    """Returns the bytes allocated by the rank at `at` for weights, gradients and optimizer state, given the buffers
     of its pipeline stage. The other arguments are those of `model_state`."""
     owned = [flat.owned(at.dp * parallel.context + at.cp) for flat in buffers.dense]
     owned += [flat.owned(at.edp) for flat in buffers.expert]
@@ -162,7 +162,7 @@ class Buffer:
         return int(self.lengths.sum())
 
     def runs(self, index: int) -> Ints:
-        """Returns [n, 2]: start and end of the run of each parameter that data-parallel rank `index` owns, counted from
+        """Returns [n, 2]: start and end of data-parallel rank `index`'s run of each parameter, counted from
         the parameter's first element; equal if the rank owns nothing."""
         part = (self.lengths // self.ranks)[self.bucket]
         ends = np.stack([index * part, (index + 1) * part], axis=1)

@@ -44,7 +44,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def differing(config: Config, change: Change) -> Change:
-    """Returns the part of a change that differs from the present settings; () if nothing does."""
+    """Returns the part of a change with new values, compared with the present settings; () if nothing changes."""
     return tuple((key, value) for key, value in change if value_of(config, key) != value)
 
 
@@ -62,7 +62,7 @@ def _as_text(value: Any) -> str:
 
 
 def split(ranks: int, engines: int) -> Change:
-    """Returns the change that gives a policy of `ranks` ranks and `engines` engines separate GPUs (disaggregated)."""
+    """Returns the change to separate GPUs for a policy of `ranks` ranks and `engines` engines (disaggregated)."""
     return (
         ("cluster.shared", False),
         ("residency.keep", None),
@@ -199,7 +199,7 @@ class Knob:
     """A searched setting."""
 
     near: Near
-    """Function that returns other values for a current value, nearest first."""
+    """Function from the current value to other values, nearest first."""
     paired: bool = False
     """True to change the setting also together with another one, if no single change helps."""
     only_named: bool = False

@@ -29,7 +29,7 @@ def checkpoint_bytes(
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
 ) -> int:
-    """Returns the bytes that a rank writes into a checkpoint, without file headers.
+    """Returns the bytes written into a checkpoint by a rank, without file headers.
 
     A trained parameter is written as master weight and moments, whatever the model's type; the master weight replaces
     the weight.

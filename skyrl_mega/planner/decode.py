@@ -17,23 +17,23 @@ from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_b
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes that an engine worker reads from device memory while decoding."""
+    """Bytes read from device memory by an engine worker while decoding."""
 
     plain: int
     """Bytes of weights read in every step. Includes the whole embedding, although a step reads only a row per token."""
     sparse: tuple[tuple[float, float], ...]
-    """(Bytes, part) of weights of which each token reads only the part (0 to 1): experts."""
+    """(Bytes, part) of weights read by each token only in part (0 to 1): experts."""
     per_token: int
     """Bytes of KV cache read per attended token."""
 
     def weights(self, tokens: float) -> float:
-        """Returns the expected bytes of weights read in one step that decodes `tokens` tokens, which choose experts
-        independently."""
+        """Returns the expected bytes of weights read in one step for `tokens` tokens with independent choices of
+        experts."""
         return self.plain + sum(size * (1 - (1 - part) ** tokens) for size, part in self.sparse)
 
 
 def reads(config: Config, decoder: Decoder) -> Reads:
-    """Returns the bytes that an engine worker of this configuration reads while decoding."""
+    """Returns the bytes read by an engine worker of this configuration while decoding."""
     rollout = config.rollout
     data = engine_ranks(rollout) // rollout.tensor
     size = linear_itemsize(config)  # experts consist of linear layers

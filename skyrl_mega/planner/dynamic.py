@@ -22,7 +22,7 @@ def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
 
 
 def trained(config: Config, signal: float = SIGNAL_SHARE) -> int:
-    """Estimates the number of groups on which a step trains: `data.prompts_per_step`, or fewer if all rounds of dynamic
+    """Estimates the number of groups trained on in a step: `data.prompts_per_step`, or fewer if all rounds of dynamic
     sampling together yield fewer groups with a signal."""
     wanted = config.data.prompts_per_step
     settings = config.algorithm.dynamic_sampling

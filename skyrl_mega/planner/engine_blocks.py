@@ -17,9 +17,9 @@ def engine_cut(rollout: RolloutConfig) -> EngineCut:
 
 
 def partial_block(config: Config, decoder: Decoder) -> str | None:
-    """Returns a description of a part of an engine worker's weights whose width is no multiple of an FP8 block.
+    """Returns a description of a part of an engine worker's weights with a width other than a multiple of an FP8 block.
 
-    Engines that quantise such a part themselves use other blocks than the policy or the wire.
+    After quantising such a part, an engine would use other blocks than the policy or the wire.
 
     Returns:
         Text such as `96 query columns`; None if all parts are multiples, if neither policy nor wire uses block FP8, or

@@ -98,8 +98,8 @@ class PolicyRanks:
 
 
 def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[EngineChoice]:
-    """Returns every division of `workers` GPUs into engines whose memory holds the model and the KV cache of a sequence
-    of maximum length.
+    """Returns every division of `workers` GPUs into engines with enough memory for the model and the KV cache of a
+    sequence of maximum length.
 
     If some divisions keep the policy's FP8 blocks whole, returns only these. [] if no division fits.
     """
@@ -198,7 +198,7 @@ def _bytes_by_phase(engine: EngineChoice, keep: list[str] | None, policy: dict[s
 
 
 def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
-    """Returns the bytes that the fullest GPU lacks, with the least demanding engines and `residency.keep`; 0 or less if
+    """Returns the bytes missing on the fullest GPU, with the least demanding engines and `residency.keep`; 0 or less if
     these fit.
 
     Args:

@@ -44,7 +44,7 @@ class Elements:
         """Returns the bytes of all elements.
 
         Args:
-            itemsize: Bytes of an element that is not in FP8.
+            itemsize: Bytes of an element outside of FP8.
             fp8: True if linear layers are in FP8, a byte per element and a scale per block.
         """
         return self.plain * itemsize + (self.linear + self.blocks * SCALE if fp8 else self.linear * itemsize)
@@ -64,7 +64,7 @@ def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
 
 
 def staged_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes that the largest layer's linear weights take, unquantised, in an engine worker during a sync,
+    """Returns the bytes of the largest layer's linear weights, unquantised, in an engine worker during a sync,
     until vLLM quantises the layer; 0 unless engines quantise weights themselves."""
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):

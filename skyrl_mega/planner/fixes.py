@@ -27,10 +27,10 @@ MORE_NODES = "cluster.nodes"
 
 
 def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
-    """Returns up to `OFFERED` changes of a single setting, or else of two, that make the settings valid; [] if none is
+    """Returns up to `OFFERED` changes of a single setting, or else of two, to valid settings; [] if none is
     found in `SECONDS` of processor time.
 
-    Tries settings named by the error first, then settings for which the error proposes a value (`key=`). Changes of the
+    Tries settings named by the error first, then settings with a value proposed by the error (`key=`). Changes of the
     number of nodes come last.
 
     Args:
@@ -64,8 +64,8 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
 
 
 def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
-    """Returns changes that make settings valid that share GPUs and generate ahead: at most one to separate GPUs, and
-    `asynchrony.mode=off`.
+    """Returns changes that make settings with shared GPUs and generation ahead valid: at most one to separate GPUs, and
+    `asynchrony.mode=off` if valid.
 
     Args:
         config: The invalid settings.
@@ -104,8 +104,8 @@ def concerns_settings(error: UserError) -> bool:
 
 
 def settings_of(error: UserError) -> tuple[list[str], set[str]]:
-    """Returns the settings in `KNOBS` named by an error's text, in the order of `KNOBS`, and the set of those for which
-    the text proposes a value (`key=`).
+    """Returns the settings in `KNOBS` named by an error's text, in the order of `KNOBS`, and the settings with a value
+    proposed by the text (`key=`).
 
     An error about a group (`policy.layout`) names the settings of the group by their last part (`tensor`).
     """

@@ -88,7 +88,7 @@ def host_memory(
     node: PlannedNode,
     first: bool,
 ) -> NodeMemory:
-    """Estimates the host memory that a run needs on a node.
+    """Estimates the host memory needed by a run on a node.
 
     Args:
         config: The settings.

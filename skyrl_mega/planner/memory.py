@@ -144,7 +144,7 @@ def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, r
 
 
 def critic_view(config: Config) -> Config:
-    """Returns settings in which the critic's model and layout are the policy's, without a reference: for estimating a
+    """Returns settings with the critic's model and layout as the policy's, without a reference: for estimating a
     critic by the formulas of a policy."""
     kl = replace(config.algorithm.kl, coefficient=0.0)
     return replace(config, policy=critic_model(config), algorithm=replace(config.algorithm, kl=kl))
@@ -221,8 +221,8 @@ def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: i
 
 
 def rounded(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Returns the number of weights of a policy rank of pipeline stage `pp` in layers that compute in FP8; 0 without
-    FP8. Includes norms and routers, which are small and not rounded."""
+    """Returns the number of weights of a policy rank of pipeline stage `pp` in layers computed in FP8; 0 without
+    FP8. Includes norms and routers (small, and not rounded)."""
     precision = config.policy.precision
     fp8 = range(precision.first_layers, decoder.layers - precision.last_layers) if precision.recipe != "model" else ()
     return sum(size for layer, size in layers(decoder, parallel, pp).items() if layer in fp8)

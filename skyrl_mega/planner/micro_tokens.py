@@ -35,7 +35,7 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
     """Returns the settings with `policy.micro_tokens` set: the given number, or for null the largest candidate without
     a memory problem by the plain estimates.
 
-    Problems that exist even with the smallest candidate are ignored.
+    Problems of the smallest candidate are ignored.
 
     Args:
         config: The settings, with checked layouts.

@@ -38,7 +38,7 @@ def streaming_rate(config: Config) -> float:
 
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
     """Returns the bytes copied between GPU and host memory in a step, in both directions: by the busiest policy rank,
-    plus by the busiest critic rank, which copies afterwards. 0 if `residency.keep` is null."""
+    plus by the busiest critic rank, afterwards. 0 if `residency.keep` is null."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -63,7 +63,7 @@ def residency_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> 
 
 @dataclass(frozen=True)
 class NeedlessOffload:
-    """An offload that frees memory for nobody: no other process uses the GPUs."""
+    """An offload without use: no other process needs the memory of these GPUs."""
 
     owners: tuple[str, ...]
     """Owners of the offloaded parts: policy, engines, critic."""

@@ -30,7 +30,7 @@ class PlannedNode:
 
 
 def nodes(config: Config) -> list[PlannedNode]:
-    """Returns the ranks and engine workers of every node that the run uses, in the order of nodes; see
+    """Returns the ranks and engine workers of every node used by the run, in the order of nodes; see
     `cluster.run_placement`."""
     placement = plan_placement(config)
     size = engine_ranks(config.rollout)

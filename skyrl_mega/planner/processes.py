@@ -52,7 +52,7 @@ def lower_bound(kinds: Kinds) -> float:
 
 
 def offloaded_bytes(state: ModelState, role: str, keep: Sequence[str] | None, streamed: bool) -> int:
-    """Returns the bytes of a rank that are copied to host memory in some phase of a step, and back: weights and
+    """Returns the bytes of a rank copied to host memory in some phase of a step, and back: weights and
     optimizer state not kept by `residency.keep`. Gradients are dropped, not copied.
 
     Args:
@@ -96,7 +96,7 @@ class PolicyMemory:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases between which the memory of this role differs, in order (`SHOWN`)."""
+        """Phases with different memory for this role, in order (`SHOWN`)."""
         return SHOWN[self.role]
 
     def is_resident(self, kind: str, phase: str) -> bool:
@@ -105,8 +105,8 @@ class PolicyMemory:
         return part is None or part in resident(phase, self.keep)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns kind → bytes on the device in a phase of `PHASES`; kinds that are absent in the phase are left
-        out."""
+        """Returns kind → bytes on the device in a phase of `PHASES`, for kinds present in the
+        phase."""
         state_kinds = ((kind, getattr(self.state, kind)) for kind in ("weights", "gradients", "optimizer"))
         kinds = {kind: size for kind, size in state_kinds if size and self.is_resident(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
@@ -141,7 +141,7 @@ class PolicyMemory:
         return int(max(lower_bound(self.phase(name)) for name in PHASES))
 
     def estimate_error(self, phase: str) -> int:
-        """Returns `MARGIN` of a phase's activations and logits: the bytes by which their estimate may be too low."""
+        """Returns `MARGIN` of a phase's activations and logits in bytes: the possible error of their estimate."""
         kinds = self.phase(phase)
         return int(MARGIN * sum(kinds.get(kind, 0) for kind in ("forward", "activations", "logits")))
 
@@ -205,7 +205,7 @@ class EngineMemory:
         return resident(phase, self.keep).issuperset(ENGINE)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns kind → bytes on the device in a phase; kinds that are absent in the phase are left out.
+        """Returns kind → bytes on the device in a phase, for kinds present in the phase.
 
         A partly sleeping engine holds no working memory: the workspace of experts is dropped with the KV cache, and
         torch's cache is emptied. On a shared GPU the sync buckets belong to the policy.

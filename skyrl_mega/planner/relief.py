@@ -41,7 +41,7 @@ class UnsafePhase:
 
     @property
     def possible_shortage(self) -> int:
-        """Bytes by which the phase may need more than estimated: the error of the estimates, at least `MIN_FREE`."""
+        """Possible need in bytes beyond the estimate: the error of the phase's estimates, at least `MIN_FREE`."""
         return max(MIN_FREE, self.gpu.policy.estimate_error(self.phase))
 
 
@@ -54,8 +54,8 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
-    """Returns single settings, with the bytes that each frees, that free at least `MIN_GAIN` and pass all checks,
-    including host memory; largest gain first.
+    """Returns single settings and the bytes freed by each, for settings freeing at least `MIN_GAIN` and passing all
+    checks, including host memory; largest gain first.
 
     Args:
         config: The settings.

@@ -100,7 +100,7 @@ class ErrorBar:
     high: float
     """Factor at the upper end, at least 1."""
     causes: tuple[Uncertainty, ...]
-    """Uncertain inputs that change the seconds by a factor of at least `SHOWN`."""
+    """Uncertain inputs with an effect on the seconds by a factor of at least `SHOWN`."""
 
 
 Sync = Callable[[Config], float]

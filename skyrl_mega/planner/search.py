@@ -75,7 +75,7 @@ class Suggestion:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Key → value of every setting that a search may change, as in `config`."""
+        """Key → value in `config` of every setting within a search's reach."""
         c, layout = self.config, self.config.policy.layout
         return {
             "cluster.nodes": c.cluster.nodes,
@@ -121,7 +121,7 @@ class Evaluated:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the fullest GPU lacks with the least demanding engines; 0 or less if these fit, and only the
+        """Bytes missing on the fullest GPU with the least demanding engines; 0 or less if these fit, and only the
         critic does not."""
         return missing_bytes(self.config, self.ranks, self.engines)
 
@@ -171,7 +171,7 @@ def search(
     goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
     """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts or the nearest miss. If
-    nothing fits, a quarter of this time goes into finding a number of GPUs that is enough.
+    nothing fits, a quarter of this time goes into finding a sufficient number of GPUs.
 
     Args:
         config: The settings.

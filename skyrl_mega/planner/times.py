@@ -68,7 +68,7 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step: the sum of all phases minus `ahead`, which overlaps."""
+        """Seconds of the whole step: the sum of all phases minus `ahead`, the overlap."""
         return sum(asdict(self).values()) - 2 * self.ahead
 
 
@@ -154,8 +154,8 @@ def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
 def rollout_times(
     config: Config, decoder: Decoder, sizes: StepSizes, trajectories: Trajectories, prompts: Sequence[int] | None = None
 ) -> tuple[float, float]:
-    """Estimates the seconds of engines until all trajectories of a step are complete, and the seconds that environments
-    add.
+    """Estimates the seconds of engines until all trajectories of a step are complete, and the seconds added by
+    environments.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
     are generated all the time and no step waits for the longest response.
@@ -212,14 +212,14 @@ def _round_times(
 
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
-    """Estimates the seconds that an engine takes to prefill one token of a prompt, for prompts of `tokens` tokens."""
+    """Estimates the seconds of an engine for prefilling one token of a prompt, for prompts of `tokens` tokens."""
     rates, work = config.cluster.rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
 
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
-    """Returns a function that estimates the seconds of an engine's decoding step, a token for each running sequence,
+    """Returns a function to estimate the seconds of an engine's decoding step, a token for each running sequence,
     from the number of running sequences, each `mean` tokens long."""
     rollout, rates = config.rollout, config.cluster.rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
@@ -238,7 +238,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
 
 
 def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
-    """Estimates the number of sequences of a step that one engine runs at once on average, at least 1.
+    """Estimates the number of sequences of a step running on one engine at once, on average; at least 1.
 
     Args:
         config: The settings.

@@ -37,7 +37,7 @@ class Trajectories:
         return max(self.written, *(tokens for tokens, _ in self.sample))
 
     def waiting(self, token_s: float) -> float:
-        """Returns the seconds by which environments delay the end of the slowest trajectory of `sample`, with `token_s`
+        """Returns the delay in seconds of the slowest trajectory of `sample` by environments, with `token_s`
         seconds per token of the policy."""
         alone = max(tokens for tokens, _ in self.sample) * token_s
         return max(tokens * token_s + seconds for tokens, seconds in self.sample) - alone
@@ -70,14 +70,14 @@ def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Traj
 
 
 def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
-    """Returns the settings with `cluster.rates.length_share` changed so that `batch` gives trajectories of `mean`
+    """Returns the settings with `cluster.rates.length_share` changed, for trajectories in `batch` of `mean`
     tokens."""
     share = config.cluster.rates.length_share * mean / batch(config, parallel).mean
     return _with_share(config, share)
 
 
 def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories) -> tuple[Config, StepSizes]:
-    """Returns settings whose mean length is that of these trajectories (`with_lengths`), and the sizes of a step with
+    """Returns settings with the mean length of these trajectories (`with_lengths`), and the sizes of a step with
     these trajectories."""
     config = with_lengths(config, parallel, trajectories.mean)
     return config, replace(batch(config, parallel), generated=trajectories.written)

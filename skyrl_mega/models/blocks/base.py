@@ -63,12 +63,12 @@ class MegatronPlace:
 
     @property
     def first(self) -> bool:
-        """True for the first chunk of the model, which holds the embedding."""
+        """True for the first chunk of the model, with the embedding."""
         return self.parallel.holds_embedding(self.coords.pp, self.chunk)
 
     @property
     def last(self) -> bool:
-        """True for the last chunk of the model, which holds the final norm and the head."""
+        """True for the last chunk of the model, with the final norm and the head."""
         return self.parallel.holds_head(self.coords.pp, self.chunk)
 
 
@@ -178,11 +178,11 @@ class Block(Protocol):
 
     def megatron_widths(self) -> Sequence[Cut]:
         """Returns the widths of the block's linear layers for FP8's checks: of rows and columns of a weight, the side
-        that a layout splits."""
+        split by a layout."""
         return ()
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
-        """Raises UserError, naming `key`, for a layout that trains incorrectly though `megatron_cuts` allows it."""
+        """Raises UserError, naming `key`, for a layout allowed by `megatron_cuts` that trains incorrectly."""
 
     def check_fp8(self, key: str) -> None:
         """Raises UserError, naming `key`, if the block has not been tested with FP8 in training, on the wire and in
@@ -201,8 +201,8 @@ class Block(Protocol):
         return ()
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
-        """Raises UserError, naming `key`, for an engine's division that vLLM does not support for this block though
-        `engine_cuts` allows it."""
+        """Raises UserError, naming `key`, for a division of an engine allowed by `engine_cuts` that vLLM does not
+        support for this block."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
@@ -210,7 +210,7 @@ class Block(Protocol):
         return {}
 
     def check_cpu_engine(self, prefix: str) -> None:
-        """Raises UserError for a width that vLLM cannot compute on a CPU; `prefix` precedes config.json's key in the
+        """Raises UserError for a width not supported by vLLM on a CPU; `prefix` precedes config.json's key in the
         error."""
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
@@ -224,7 +224,7 @@ class Block(Protocol):
         ...
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes that autograd keeps on a rank from the block's forward to its backward pass, including the
+        """Returns the bytes kept by autograd on a rank from the block's forward to its backward pass, including the
         block's input, without recomputation."""
         ...
 
@@ -242,7 +242,7 @@ class Block(Protocol):
         return Messages()
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes per token that one layer's block needs in the KV cache of an engine worker.
+        """Returns the bytes per token for this block of one layer in the KV cache of an engine worker.
 
         Args:
             tensor: Tensor parallelism of the engine.
@@ -255,8 +255,8 @@ class Block(Protocol):
         return 0.0
 
     def engine_sparse(self, cut: EngineCut) -> tuple[float, float]:
-        """Returns the elements of a worker's expert weights, of which a token reads only a part, and the fraction that
-        a token reads (0 to 1)."""
+        """Returns the elements of a worker's sparsely read weights (experts), and the fraction of these elements read
+        by a token (0 to 1)."""
         return 0.0, 0.0
 
     # --- for people ---

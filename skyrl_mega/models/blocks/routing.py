@@ -105,7 +105,7 @@ def dense_first_layers(hf: Hf) -> list[bool]:
 
 
 def with_experts(hf: Hf, moe: list[bool]) -> list[bool]:
-    """Returns `moe`, a flag per layer that is True for layers with experts, unchanged.
+    """Returns `moe`, a flag per layer, unchanged: True for layers with experts.
 
     Raises:
         UserError: No layer has experts.

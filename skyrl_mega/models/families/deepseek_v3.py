@@ -58,8 +58,8 @@ def small(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_latent(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with widths that
-    vLLM supports on a CPU."""
+    """Returns `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with widths
+    supported by vLLM on a CPU."""
     own = {
         "num_key_value_heads": hf["num_attention_heads"],
         "q_lora_rank": hf["hidden_size"],
