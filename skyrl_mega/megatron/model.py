@@ -122,17 +122,10 @@ def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
 def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Returns megatron-core's configuration of a model in this layout.
-
-    Args:
-        hf: The content of config.json.
-        policy: Settings of the model; `policy.options` take precedence over the project's values.
-        parallel: The layout.
-        dtype: Dtype of parameters and of messages between pipeline stages.
-        device: The rank's device; decides on Transformer Engine with `policy.spec=auto`.
+    """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
 
     Raises:
-        UserError: megatron-core refuses `policy.options`, or the model is not supported.
+        UserError: megatron-core refuses `policy.options`, or the architecture is not supported.
     """
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"

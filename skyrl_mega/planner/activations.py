@@ -74,17 +74,14 @@ def activations(
     """Estimates the peak activation memory of a policy rank. Results are cached.
 
     Args:
-        decoder: The model.
-        parallel: The grid of ranks.
+        decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.
         pp: Pipeline stage of the rank, from 0.
-        row: The longest micro-batch.
         itemsize: Bytes of an activation element.
         recompute: `policy.recompute`, for Transformer Engine's layers.
         logit_chunk: Tokens with logits in memory at once; None with the fused head.
         offload_layers: `policy.offload_layers`.
         token_bytes: Bytes per token of a packed micro-batch.
-        spec: Implementation of the layers.
-        fused: Active subset of `policy.fusions`.
+        spec, fused: Implementation of the layers, and active subset of `policy.fusions`.
     """
     kinds = _kinds(decoder, parallel, pp)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
