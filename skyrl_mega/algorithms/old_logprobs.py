@@ -23,8 +23,8 @@ def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
 def pass_needed(algorithm: AlgorithmConfig, updates: int) -> bool:
     """Returns True if an RL step needs a forward pass of the policy for old log-probs, before the first optimizer step.
 
-    Without this pass, the only optimizer step trains with the sampling weights and uses its own log-probs, or the
-    ratios are relative to the engine.
+    Without the pass, a single optimizer step uses its own log-probs as old log-probs, because the weights are equal;
+    and with `algorithm.old_logprobs=engine` the engine's log-probs are the old log-probs.
 
     Args:
         algorithm: The settings.

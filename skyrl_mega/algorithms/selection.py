@@ -19,7 +19,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 COVARIANCE = "high_covariance"
 ENTROPY = "high_entropy"
-"""Columns, bool: True for selected tokens."""
+"""Names of columns, bool: True for selected tokens."""
 
 
 def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:

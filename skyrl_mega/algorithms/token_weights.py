@@ -9,6 +9,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 _SHARES = "clip dual_clip importance_clipped rejected outlier off_policy covariance high_entropy"
 FRACTIONS = {f"{of}_fraction" for of in _SHARES.split()}
+"""Metrics of a policy loss that are shares of tokens."""
 MEANS = frozenset({*FRACTIONS, "ratio", "importance_weight", "kl_old", "kl", "entropy"})
 """Metrics of a policy loss that are means over tokens."""
 

@@ -51,7 +51,7 @@ class Demonstration:
 def load_prompts(
     files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train", limit: int | None = None
 ) -> list[Prompt]:
-    """Reads prompts and checks every row of the files, in the order of the files.
+    """Returns the prompts of the files, in order, after checking every row.
 
     Args:
         files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
@@ -126,7 +126,8 @@ def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> l
 
 
 def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
-    """Reads prompts with the response, or the whole conversation, in `extra_info.demonstration`.
+    """Returns the demonstrations of the files: prompts, with the response or the whole conversation to learn in the
+    column `extra_info.demonstration`.
 
     Args:
         files: Parquet files.

@@ -167,11 +167,11 @@ class BaseTextEnv:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def out_of_time(self) -> BaseTextEnvStepOutput | None:
-        """Judges the work so far when the trajectory's time limit (`rollout.trajectory_timeout_s`) expires between
-        turns.
+        """Returns the judgement of the work so far, when the trajectory's time limit (`rollout.trajectory_timeout_s`)
+        expires between turns.
 
         Intended for environments that judge only at the end: `step` has not judged the work then. The call itself is
-        limited by `rollout.env_timeout_s`. None keeps the rewards given so far.
+        limited by `rollout.env_timeout_s`. None, the default, keeps the rewards given so far.
         """
         return None
 

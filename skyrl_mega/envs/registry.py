@@ -87,7 +87,7 @@ def unknown_name(name: str, config: EnvironmentConfig, *, in_row: bool = False) 
 
 
 def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None = None) -> BaseTextEnv:
-    """Creates the environment for a trajectory.
+    """Creates and returns the environment for a trajectory.
 
     Args:
         name: Registered name.
@@ -105,7 +105,7 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
 def create(
     cls: type[BaseTextEnv], name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None
 ) -> BaseTextEnv:
-    """Creates the environment for a trajectory from the resolved class.
+    """Creates and returns the environment for a trajectory, from the class of its name.
 
     Args:
         cls: Result of `resolve`.

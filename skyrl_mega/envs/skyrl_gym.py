@@ -144,7 +144,7 @@ class ToolGroup:
         return list(self._tool_registry)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a tool.
+        """Calls the tool `name` with the other arguments and returns its result.
 
         Raises:
             ValueError: No tool of this name.
@@ -205,7 +205,11 @@ def spec(env_id: str) -> EnvSpec:
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Any:
-    """Creates a registered environment.
+    """Creates and returns a registered environment.
+
+    Args:
+        id: Name, or specification.
+        **kwargs: Arguments of the environment's class, in addition to the registered arguments.
 
     Raises:
         Error: The name is unknown.

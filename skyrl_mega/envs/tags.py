@@ -15,6 +15,7 @@ class Tag(NamedTuple):
 
     name: str
     text: str
+    """Text between the tags."""
     start: int
     """Position of the opening tag in the whole text."""
 

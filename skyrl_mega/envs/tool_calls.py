@@ -48,7 +48,7 @@ Parser = Callable[[str, int], AssistantMessage]
 
 
 def hermes(text: str, turn: int = 1) -> AssistantMessage:
-    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+    """Parses a turn with calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
 
     The JSON after an opening tag is read first, so tags inside the JSON are text. Thoughts are neither call nor answer.
     An unreadable call becomes a `ToolCall` with `error`.

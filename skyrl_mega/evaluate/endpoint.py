@@ -284,7 +284,7 @@ class EndpointSource:
 
     @property
     def at_once(self) -> int:
-        """Number of concurrent conversations, thus of requests."""
+        """Maximum number of concurrent trajectories, and thus of requests."""
         return evaluation_concurrency(self.config, endpoint=True)
 
     @asynccontextmanager

@@ -31,12 +31,13 @@ class EngineSource:
 
     @property
     def at_once(self) -> int:
-        """Number of concurrent trajectories."""
+        """Maximum number of concurrent trajectories."""
         return evaluation_concurrency(self.config, endpoint=False)
 
     @asynccontextmanager
     async def player(self) -> AsyncIterator[Player]:
-        """Opens a player with the evaluation's sampling settings, for one event loop; closes it afterwards."""
+        """Yields a player with the evaluation's sampling settings, for use in a single event loop. Afterwards the
+        player's router is closed."""
         player = self.generator.player(evaluation_sampling(self.config))
         try:
             yield player

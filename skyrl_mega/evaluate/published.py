@@ -43,6 +43,7 @@ class PublishedTable:
     rows: tuple[TestSetRow, ...]
     columns: tuple[ModelColumn, ...]
     note: str = ""
+    """Sentence below the table."""
 
 
 def _read(file: Path) -> dict[str, tuple[PublishedTable, ...]]:

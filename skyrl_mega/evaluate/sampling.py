@@ -21,10 +21,11 @@ class AnswerSource(Protocol):
 
     @property
     def at_once(self) -> int:
-        """Number of concurrent trajectories."""
+        """Maximum number of concurrent trajectories."""
 
     def player(self) -> AbstractAsyncContextManager[Player]:
-        """Opens a player. All players of a source must be used in the same event loop."""
+        """Returns a context manager that opens a player and closes it. All players of a source must be used in the same
+        event loop."""
 
     def refill(self) -> None:
         """Waits until an engine serves again, after NoServingActor."""

@@ -44,7 +44,7 @@ class SampleTask:
 
 
 def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
-    """Loads the sets of an evaluation, each cut to `evaluation.limit` prompts.
+    """Returns the sets of an evaluation, each cut to its first `evaluation.limit` prompts; reads and checks the files.
 
     Args:
         config: The settings.

@@ -25,6 +25,9 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
         device: `cuda` or `cpu`.
         mib: Size of a message in MiB.
         timeout_s: Time limit of a connection or collective, in seconds.
+
+    Raises:
+        RuntimeError: The received bytes differ from the sent bytes.
     """
     import torch
     import torch.distributed as dist

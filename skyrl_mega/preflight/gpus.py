@@ -46,12 +46,15 @@ class Gpu:
     """State of a GPU. Values not reported by the device are None."""
 
     index: int
+    """NVML's number of the GPU on the node."""
     name: str
     """Product name."""
     bus: str
     """PCI bus id."""
     memory_bytes: int
+    """Total memory."""
     used_bytes: int
+    """Memory in use by all programs and the driver."""
     processes: tuple[int, ...]
     """Ids of processes computing on the GPU."""
     ecc_errors: int | None

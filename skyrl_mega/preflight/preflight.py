@@ -42,6 +42,7 @@ class ClusterNode:
     name: str
     """Address; with a number if several nodes share an address (in tests)."""
     address: str
+    """IP address."""
     gpus: bool = True
     """True if Ray sees GPUs. Nodes without GPUs, besides those requested by the run, host environments."""
 

@@ -16,6 +16,7 @@ class PreflightReport:
     """Results of a preflight."""
 
     nodes: tuple[str, ...]
+    """Names of the nodes that Ray has."""
     checks: tuple[str, ...]
     """Performed checks, a subset of `COLUMNS`."""
     findings: tuple[NodeProblem, ...]

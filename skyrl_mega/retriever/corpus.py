@@ -21,6 +21,7 @@ class Passage:
     """A passage of a corpus."""
 
     id: str
+    """Id in the corpus file, as text."""
     contents: str
     """`"title"` in quotes, a line break, the text: the form of Search-R1's corpora and clients."""
 

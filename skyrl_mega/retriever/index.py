@@ -84,7 +84,7 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
 
 
 def embedder(recipe: Recipe, device: str, threads: int | None) -> Embedder:
-    """Loads the embedding model of a recipe.
+    """Loads and returns the embedding model of a recipe.
 
     Args:
         recipe: Names the model, its prefixes and its data type.

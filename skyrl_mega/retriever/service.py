@@ -130,7 +130,8 @@ class Service:
         return JSONResponse({**state, "waiting": waiting}, 200 if ready else 503, headers)
 
     async def retrieve(self, question: SearchRequest) -> dict[str, Any]:
-        """Answers the queries of a request: `result` with a list of passages for each query.
+        """Waits for the results of a request's queries and returns `{"result": …}`, with a list of passages for each
+        query.
 
         Raises:
             HTTPException: 422 for an unknown method, 413 for too many queries or passages, 503 while the index is read

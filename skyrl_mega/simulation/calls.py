@@ -38,8 +38,8 @@ class Places:
 
     @classmethod
     def of(cls, limit: int, factor: float) -> Places:
-        """Scales a bound for simulated users that each represent `factor` real users: 5 places with factor 4 become 2,
-        occupied 1.6 times as long."""
+        """Returns a bound of `limit` places, scaled for simulated users that each represent `factor` real users: 5
+        places with factor 4 become 2, occupied 1.6 times as long."""
         count = math.ceil(limit / factor - EXACT)
         return cls(count, max(1.0, count * factor / limit))
 
@@ -57,7 +57,7 @@ class Bounds:
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
-        """Scales the bounds for trajectories representing `factor` real trajectories.
+        """Returns the bounds in the settings, scaled for trajectories that each represent `factor` real trajectories.
 
         A known inaccuracy: trajectories of equal length take slots in rounds. With slots slightly below a half, a third
         or a quarter of the trajectories, the real run needs another round, the simulated run does not.
@@ -136,8 +136,10 @@ class HeldSlots:
         self._later: set[asyncio.Task[Any]] = set()
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits for a slot and runs a trajectory. Waiting for calls does not lengthen the occupation: other slots wait,
-        too."""
+        """Waits for a slot, runs a trajectory and returns it; the slot stays occupied afterwards (`Places.occupation`).
+
+        Waiting for calls does not lengthen the occupation: other slots wait, too.
+        """
         now = asyncio.get_running_loop().time
         slot = AsyncExitStack()
         await slot.enter_async_context(self.slots.hold(self))

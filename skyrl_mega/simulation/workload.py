@@ -78,7 +78,7 @@ class LogNormal:
 
     @classmethod
     def parsed(cls, text: str, option: str, lowest: float, highest: float, key: str = "") -> LogNormal:
-        """Parses the distribution from a text `MEAN` or `MEAN,SIGMA`.
+        """Returns the distribution that a text `MEAN` or `MEAN,SIGMA` describes.
 
         Args:
             text: The text.
@@ -135,7 +135,7 @@ class Synthetic:
 
     @property
     def length(self) -> Length:
-        """Average length of a trajectory."""
+        """Average tokens read, tokens written and answers of a trajectory."""
         return Length(self.prompt, max(self.turns, self.tokens.capped_mean(self.max_tokens)), self.turns)
 
     @property
@@ -168,7 +168,7 @@ class Recorded:
 
     @property
     def length(self) -> Length:
-        """Average length of a trajectory."""
+        """Average tokens read, tokens written and answers of a recorded trajectory."""
         turns = [turn for trajectory in self.trajectories for turn in trajectory]
         sums = sum(turn.read for turn in turns), sum(turn.written for turn in turns), len(turns)
         return Length(*(value / len(self.trajectories) for value in sums))
@@ -180,8 +180,10 @@ class Recorded:
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
-        """Reads the trajectories of all steps in `folder`, the folder of a run. The order of groups is random but
-        fixed.
+        """Returns the recorded trajectories of all steps of a run. The order of groups is random but fixed.
+
+        Args:
+            folder: Folder of the run.
 
         Raises:
             UserError: A file is unreadable, or there are no trajectories.

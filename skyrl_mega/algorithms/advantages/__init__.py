@@ -89,7 +89,8 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Applies `algorithm.whiten` to the result of `estimate`: float64, same shape."""
+    """Returns the result of `estimate`, whitened as set in `algorithm.whiten` (unchanged with `none`): float64, same
+    shape."""
     return apply_whitening(estimated, inputs, algorithm.whiten, tokens=is_per_token(algorithm))
 
 

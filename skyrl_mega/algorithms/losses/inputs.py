@@ -65,6 +65,7 @@ class LossInputs:
     sequences: int = 0
     """Number of sequences of the micro-batch, including sequences without a token on this rank."""
     figures: Figures = Figures()
+    """Numbers of the run and of the whole mini-batch."""
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda partial_S: partial_S
     """Adds up the partial sums of the context ranks; differentiable."""
 

@@ -63,7 +63,8 @@ class GymEnv(BaseTextEnv):
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Resets the environment and returns the prompt with the first observation, and the plain values of its info.
 
-        The observation is added to the end of the last message, if a user message, or becomes a new user message.
+        If the last message is the user's, the observation is added to its end; else the observation becomes a new
+        message.
         """
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))

@@ -54,7 +54,8 @@ class MathEnv(BaseTextEnv):
                 ) from error
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Keeps the question, since an expression copied from the question is no answer."""
+        """Keeps the question, since an expression copied from the question is no answer; returns the prompt
+        unchanged."""
         self.question = next((m["content"] for m in reversed(prompt) if m["role"] == "user"), "")
         return super().init(prompt)
 
@@ -67,8 +68,8 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Applies the base class's checks, and refuses a ground truth that is not found, or not right, when given as
-        the answer.
+        """Returns the reason why a row's ground truth is malformed, or would not be read as the right answer if a
+        solution gave it; None for a valid row.
         """
         if reason := super().wrong_row(row, options):
             return reason

@@ -49,6 +49,7 @@ class Reading:
     value: Fraction | None = None
     """Exact value of a number."""
     parts: tuple[Reading, ...] = ()
+    """Parts of a compound answer, such as the entries of a tuple."""
     shape: str = ""
     """Brackets of a tuple, operators of a relation, rows of a matrix."""
     symbol: str = ""

@@ -122,7 +122,7 @@ class Sandbox:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None, key: str, default: CommandLimits | None = None) -> Sandbox:
-        """Creates a sandbox from settings declared by `settings`.
+        """Returns a sandbox with the limits and waived confinements of a setting; `settings` declares the options.
 
         Args:
             options: `environment.options.<name>.sandbox`.

@@ -53,6 +53,7 @@ class FactQuestion:
 
     text: str
     answers: tuple[str, ...]
+    """Right answers, each sufficient."""
     chain: tuple[str, str]
     """Titles of the passages, in the order that leads to the answer."""
     country: str

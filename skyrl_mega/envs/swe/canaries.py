@@ -63,6 +63,7 @@ class Assertion:
     """Path of the test file in the repository."""
     edit: Edit
     node: ast.stmt
+    """The statement in the parsed file."""
     certain: bool
     """True if every call of the function reaches the assertion, unless something fails or is skipped before."""
 

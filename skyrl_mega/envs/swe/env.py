@@ -132,7 +132,8 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Applies the base class's checks, and refuses a missing task and malformed names of tests."""
+        """Returns the reason why a row is wrong: its task is missing, its names of tests are malformed, or its ground
+        truth is no command. None for a valid row."""
         info = row.get("extra_info") or {}
         name = info.get("task") if isinstance(info, Mapping) else None
         folder = options["tasks"]

@@ -82,7 +82,7 @@ class Judge:
     def verdict(self, changes: Files, deadline: float) -> TestVerdict:
         """Runs the tests, and canaries of the tests, on clean copies of the repository with the policy's changes.
 
-        Work that cannot be copied or tested in time gets a verdict that is not right, not an error.
+        Returns the verdict. Work that cannot be copied, or tested in time, is judged as wrong and raises no error.
 
         Args:
             changes: Changes to the repository; changes to protected files are ignored.

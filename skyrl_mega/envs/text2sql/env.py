@@ -86,7 +86,8 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Applies the base class's checks, and refuses a missing database and a query that does not compile."""
+        """Returns the reason why a row is wrong: its ground truth is no query, its database is missing, or the query
+        does not compile there. None for a valid row."""
         if reason := super().wrong_row(row, options):
             return reason
         try:
