@@ -26,7 +26,7 @@ class EntropyCoefficient:
 
     @property
     def applied(self) -> float:
-        """Coefficient in the loss: 0 while the entropy is above the target."""
+        """Coefficient in the loss of the next step: 0 if the latest entropy is above the target, else `coefficient`."""
         target = self.config.target
         return 0.0 if target is not None and self.entropy is not None and self.entropy > target else self.coefficient
 

@@ -46,12 +46,13 @@ class PromptStream:
 
     @property
     def remaining(self) -> int:
-        """Number of prompts left to draw in all epochs, including prompts put back."""
+        """Number of prompts left to draw in all epochs: count · epochs - position, plus prompts put back."""
         return self.count * self.epochs - self.position + len(self.returned)
 
     @property
     def steps(self) -> int:
-        """Number of whole batches in all epochs, with one batch per step."""
+        """Number of whole batches in all epochs from the start, count · epochs // batch: the steps of a run with one
+        batch per step."""
         return self.count * self.epochs // self.batch
 
     @property
@@ -78,7 +79,7 @@ class PromptStream:
         self.returned = [*indices, *self.returned]
 
     def state(self) -> dict[str, Any]:
-        """Returns the stream's checkpoint state as JSON values."""
+        """Returns the position and the identity of the data as JSON values, for a checkpoint; `restore` reads them."""
         state: dict[str, Any] = {
             "position": self.position,
             "count": self.count,

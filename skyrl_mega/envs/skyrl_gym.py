@@ -136,11 +136,11 @@ class ToolGroup:
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """Returns a tool; None for an unknown name."""
+        """Returns the method of a tool, bound to this group; None for an unknown name."""
         return self._tool_registry.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """Returns the names of all tools."""
+        """Returns the names of all tools of the group."""
         return list(self._tool_registry)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:

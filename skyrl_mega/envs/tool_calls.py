@@ -36,7 +36,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class AssistantMessage:
-    """A parsed turn of the policy."""
+    """A parsed turn of the policy: text and tool calls."""
 
     content: str
     """The text outside the calls and after the thinking."""

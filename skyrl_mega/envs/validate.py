@@ -45,7 +45,7 @@ class StepOutput:
 
     @property
     def tool_calls(self) -> list[Any]:
-        """The policy's calls in this step, as listed by the environment."""
+        """The policy's calls in this step, `metadata["tool_calls"]`; [] if the environment lists none."""
         calls: list[Any] = self.metadata.get("tool_calls") or []
         return calls
 

@@ -23,7 +23,7 @@ class Clock:
         return self._sum + (0.0 if since is None else time.perf_counter() - since)
 
     def begin(self) -> None:
-        """Marks the start of a wait."""
+        """Marks the start of a wait, which `end` ends."""
         self._since = time.perf_counter()
 
     def end(self) -> None:

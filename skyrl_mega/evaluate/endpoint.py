@@ -111,7 +111,7 @@ class Endpoint:
 
     @property
     def is_local(self) -> bool:
-        """True if the endpoint is on this machine; requests then bypass proxies."""
+        """True if the address of the endpoint is a loopback address or localhost; requests then bypass proxies."""
         host = httpx.URL(self.url).host
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -120,7 +120,7 @@ class Endpoint:
 
 
 class Reply(NamedTuple):
-    """An answer of the endpoint."""
+    """An answer of the endpoint: the text, and numbers of tokens."""
 
     text: str
     """The text, including the stop string at the end, if any."""

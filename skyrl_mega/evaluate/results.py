@@ -140,7 +140,7 @@ class Results:
             self.samples[s.name] = {key: sample for key, sample in present.items() if sample.status is not lost}
 
     def missing(self, tasks: Iterator[SampleTask]) -> list[SampleTask]:
-        """Returns the tasks without a saved sample."""
+        """Returns the tasks without a saved sample, in the same order."""
         return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:

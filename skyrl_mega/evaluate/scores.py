@@ -30,7 +30,7 @@ class Score:
 
 @dataclass(frozen=True)
 class SetScores:
-    """Scores of a set."""
+    """Scores of a set of prompts, and the shares of truncated and failed samples."""
 
     name: str
     prompts: int

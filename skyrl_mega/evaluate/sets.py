@@ -21,7 +21,7 @@ NAME = re.compile(r"[\w+-][\w.+-]*")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts scored together."""
+    """A named set of prompts, scored together."""
 
     name: str
     """The set's name, also used for file names."""

@@ -69,7 +69,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Facts about the GPUs of a node."""
+    """Facts about the GPUs of a node, from NVML, the kernel's log and torch."""
 
     driver: str | None
     """Version of the NVIDIA driver."""

@@ -108,7 +108,7 @@ def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class PairRate:
-    """Data exchange between two nodes."""
+    """Measured data exchange between two nodes, or the cause of its failure."""
 
     first: str
     second: str
@@ -198,7 +198,7 @@ def interface(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class ExpectedRate:
-    """Expected network rate."""
+    """Expected network rate between nodes, and its reliability."""
 
     gb_s: float
     """Rate of a network card in 10⁹ bytes per second (`cluster.topology.nic_gb_s`)."""

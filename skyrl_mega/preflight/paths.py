@@ -22,7 +22,7 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True)
 class PathFacts:
-    """Facts about folders on a node."""
+    """Facts about a node's folders: visibility, and free space."""
 
     errors: tuple[str, ...]
     """Folders not visible or not writable on the node, each with the cause."""

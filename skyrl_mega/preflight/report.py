@@ -13,7 +13,7 @@ COLUMNS = ("answers", "gpus", "versions", "paths", "disk", "model", "network")
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """Results of a preflight."""
+    """Results of a preflight: nodes, checks and findings."""
 
     nodes: tuple[str, ...]
     """Names of the nodes that Ray has."""

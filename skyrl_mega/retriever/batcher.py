@@ -20,7 +20,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of batching."""
+    """Limits of batching: queries per search, seconds of waiting, waiting queries."""
 
     batch: int = 64
     """Maximum number of queries per search."""
@@ -56,7 +56,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of queries in the queue."""
+        """Number of queries in the queue, without the batch in search."""
         return self._queue.qsize()
 
     async def ask(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:

@@ -24,7 +24,7 @@ PAUSES_S = (0.1, 5.0)
 
 @dataclass(frozen=True)
 class Hit:
-    """A retrieved passage."""
+    """A retrieved passage with its score."""
 
     id: str
     """Id of the passage in the corpus."""

@@ -45,7 +45,8 @@ def fingerprint(file: Path) -> str:
 
 
 def contents(title: str, text: str) -> str:
-    """Returns title and text as one string, in the form of Search-R1's corpora."""
+    """Returns title and text as one string, `"title"` in quotes, a line break, the text: the form of Search-R1's
+    corpora."""
     return f'"{title}"\n{text}'
 
 

@@ -104,7 +104,7 @@ class Embedder:
 
     @property
     def dimension(self) -> int:
-        """Length of a vector."""
+        """Length of an embedding vector: the model's hidden size."""
         return int(self.model.config.hidden_size)
 
     def queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:

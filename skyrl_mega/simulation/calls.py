@@ -46,7 +46,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on environments."""
+    """Bounds on concurrent calls and open environments of a simulated run."""
 
     calls: Places
     """Concurrent calls."""

@@ -34,7 +34,7 @@ class Speed:
 
     @property
     def places(self) -> int:
-        """Maximum number of concurrent sequences."""
+        """Maximum number of concurrent sequences: `seconds` has an entry for each number."""
         return len(self.seconds) - 1
 
 
@@ -104,7 +104,8 @@ class SimulatedEngine:
         self.paused = True
 
     def resume(self, version: int) -> None:
-        """Continues after a weight sync: clears the cache and reads running sequences again under the new weights."""
+        """Continues after a weight sync with the weights `version`: clears the cache and reads running sequences again
+        under the new weights."""
         self._advance()
         self.paused, self.version = False, version
         self.forget()
@@ -121,7 +122,7 @@ class SimulatedEngine:
         self.cached.clear()
 
     def measured(self) -> tuple[float, float]:
-        """Returns `idle_seconds` and `running_seconds` up to now."""
+        """Returns `idle_seconds` and `running_seconds` up to now, in virtual seconds."""
         self._advance()
         return self.idle_seconds, self.running_seconds
 
@@ -217,7 +218,7 @@ class SimulatedFleet:
             engine.pause()
 
     def resume(self, version: int) -> None:
-        """Resumes all engines after a weight sync."""
+        """Resumes all engines after a weight sync; `version` is the number of the new weights."""
         for engine in self.engines:
             engine.resume(version)
 

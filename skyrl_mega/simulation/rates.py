@@ -20,7 +20,7 @@ MAX_TRAJECTORIES = 512
 
 @dataclass(frozen=True)
 class Rates:
-    """Durations of a run's parts."""
+    """Durations of a simulated run's parts: engines, training and weight syncs."""
 
     engines: int
     """Number of engines."""

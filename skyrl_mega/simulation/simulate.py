@@ -43,7 +43,7 @@ UNITS_PER_ANSWER = 256
 
 @dataclass(frozen=True)
 class Outcome:
-    """Averages over the measured steps."""
+    """Averages over the measured steps of a simulated run."""
 
     seconds: float
     """Seconds per step."""

@@ -23,7 +23,7 @@ MAX_SIGMA = 3.0
 
 
 class Turn(NamedTuple):
-    """An answer of the policy."""
+    """An answer of the policy, with the tokens before it and the seconds after it."""
 
     read: int
     """Tokens before the answer that are new to the engine."""
@@ -63,13 +63,13 @@ class LogNormal:
     sigma: float
 
     def sample(self, random: Random) -> float:
-        """Returns a random value."""
+        """Returns a random value of the distribution; 0 if the mean is 0."""
         if not self.mean:
             return 0.0
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
     def capped_mean(self, most: float) -> float:
-        """Returns the mean of values capped at `most`."""
+        """Returns the exact mean of min(value, most) over the distribution."""
         if not self.mean or not self.sigma:
             return min(self.mean, most)
         z = math.log(most / self.mean) / self.sigma
@@ -140,7 +140,7 @@ class Synthetic:
 
     @property
     def environment_s(self) -> float:
-        """Average seconds in the environment per trajectory."""
+        """Average seconds in the environment per trajectory: turns times the mean of a turn, capped at `max_env_s`."""
         return self.turns * self.environment.capped_mean(self.max_env_s)
 
 

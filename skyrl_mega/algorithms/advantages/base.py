@@ -106,7 +106,7 @@ class AdvantageInputs:
 
     @cached_property
     def r(self) -> Tensor:
-        """float64 [N]: the rewards."""
+        """float64 [N]: the rewards, `rewards_N`."""
         return self.rewards_N.double()
 
     @cached_property
@@ -151,7 +151,7 @@ class AdvantageInputs:
 
     @cached_property
     def count(self) -> Tensor:
-        """float64 [N]: number of trajectories in the group."""
+        """float64 [N]: number of trajectories in the trajectory's group."""
         return self.sums(torch.ones_like(self.r))
 
     def centred(self) -> Tensor:

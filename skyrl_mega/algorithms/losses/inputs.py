@@ -71,7 +71,7 @@ class LossInputs:
 
     @property
     def active_L(self) -> Tensor:
-        """bool: True if the token counts."""
+        """bool [L]: True if the token counts, that is, has a weight other than 0."""
         return self.weights_L != 0
 
     def clean(self, values_L: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns the time limit of all tests together, in seconds."""
+        """Returns the option `timeout_s`, the time limit of all tests together, in seconds."""
         return float(options["timeout_s"])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -40,7 +40,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Case:
-    """A test of a program."""
+    """A test of a program: an input, and the expected output, on standard input and output or of a function."""
 
     input: str
     """Standard input; or a function's arguments, a JSON value per line."""

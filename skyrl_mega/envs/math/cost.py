@@ -44,7 +44,7 @@ class TooMuch(Exception):
 
 @dataclass(frozen=True)
 class ExpressionSize:
-    """Upper bounds for a part of an expression."""
+    """Upper bounds for the size of a part of an expression."""
 
     top: float = 1
     """Number of terms in the numerator."""

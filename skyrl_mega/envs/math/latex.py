@@ -137,7 +137,7 @@ def split_top_level(text: str, separators: Iterable[str]) -> tuple[list[str], li
 
 
 def wrapped(text: str, opening: str, closing: str) -> bool:
-    """Returns True if one pair of brackets encloses the whole text."""
+    """Returns True if a single pair of brackets, `opening` and its match `closing`, encloses the whole text."""
     if not (text.startswith(opening) and text.endswith(closing)) or len(text) <= len(opening) + len(closing):
         return False
     depth = 0

@@ -38,7 +38,7 @@ DIGITS = r"\d{1,300}"
 
 @dataclass(frozen=True)
 class Reading:
-    """A parsed answer."""
+    """A parsed answer: kind, canonical text, and the exact value or the parts."""
 
     kind: str
     """number, expression, words, name, base or opaque; with parts: tuple, list, named, union, matrix, ratio, relation

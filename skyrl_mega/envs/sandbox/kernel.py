@@ -79,7 +79,7 @@ def drop_capabilities() -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """Calls mount(2).
+    """Calls mount(2) with these arguments; `kind` is the type of the file system.
 
     Raises:
         OSError: The kernel refuses.
@@ -100,7 +100,8 @@ def read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Makes `root`, a mount, the root of this mount namespace; the old root is detached."""
+    """Makes `root`, a mount, the root and the working folder of this mount namespace; the old root is detached.
+    Raises OSError if the kernel refuses."""
     os.chdir(root)
     _checked(_libc.syscall(_arch().pivot_root, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount")

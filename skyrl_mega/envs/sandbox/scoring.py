@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 
 class EndedCommand(Protocol):
-    """Protocol of a command's result: an `Outcome`, or a session's `CommandResult`."""
+    """Protocol of a command's result: a `SandboxResult`, or a session's `CommandResult`."""
 
     @property
     def status(self) -> str:
-        """Status of the command."""
+        """Status of the command, as in `SandboxResult`."""
 
     @property
     def exit(self) -> int | None:

@@ -18,7 +18,7 @@ DEEPEST = 64
 
 
 class TreeSize(NamedTuple):
-    """Size of the content below a folder."""
+    """Size of the content below a folder: bytes and entries."""
 
     bytes: int
     """Bytes on disk; every entry counts at least 512."""

@@ -46,7 +46,7 @@ export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYT
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """Result of judging the tests."""
+    """Result of judging a policy's work: the deciding run of the tests, and its credibility."""
 
     ran: CommandResult
     """The deciding run."""
@@ -57,7 +57,8 @@ class TestVerdict:
 
     @property
     def right(self) -> bool:
-        """True if the work earns the reward."""
+        """True if the work earns the reward: the deciding run ended with `ok`, and there is no reason for not trusting
+        it."""
         return self.ran.status == "ok" and self.reason is None
 
 

@@ -166,7 +166,7 @@ class LocalSession:
 
     @property
     def folder(self) -> Path:
-        """The copy of the repository.
+        """Path of the copy of the repository, for this process.
 
         Raises:
             RuntimeError: The session is not open.

@@ -32,7 +32,7 @@ START_S = 10.0
 
 @dataclass(frozen=True)
 class QueryResult:
-    """Result of a query."""
+    """Result of a query for the policy: the first rows as text, or an error."""
 
     columns: list[str]
     """Names of the columns."""

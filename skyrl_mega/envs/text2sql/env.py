@@ -139,7 +139,8 @@ class Text2SqlEnv(BaseTextEnv):
 
 
 def observation(result: str, turns_left: int) -> str:
-    """Returns the policy's view of a query's result, in SkyRL-SQL's form."""
+    """Returns the policy's view of a query's result, in SkyRL-SQL's form: `<observation>` around the result and a
+    reminder of the turns left."""
     reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
     return f"\n\n<observation>{result}\n{reminder}</observation>\n\n"
 

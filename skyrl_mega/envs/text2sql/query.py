@@ -55,7 +55,7 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a successful query."""
+    """Result of a successful query, with all rows."""
 
     columns: list[str]
     rows: list[Row]
