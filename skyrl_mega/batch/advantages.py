@@ -75,7 +75,10 @@ def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
     turns, judged = Turns.of(batch.trajectories), batch.judged
     answered_N, trained_N = run_sums(turns.tokens, turns.answers), batch.per_trajectory(batch.trained_here.long())
     if not (torch.equal(answered_N, batch.written) and torch.equal(trained_N, batch.written)):
-        raise ValueError("a trajectory's answers have not as many tokens as its mask says that the policy wrote")
+        raise ValueError(
+            "a trajectory's answers have not as many tokens as its mask says that the policy wrote: "
+            f"{answered_N.tolist()[:8]} by its steps, {trained_N.tolist()[:8]} by its mask"
+        )
     ends_R, ends_N = turns.tokens.cumsum(0) - 1, batch.written.cumsum(0) - 1
     rewards_P = torch.zeros(int(batch.written.sum()), dtype=torch.float64)
     if batch.token_rewards is not None:

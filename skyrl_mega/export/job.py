@@ -241,7 +241,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
             raise UserError(
                 f"the checkpoint has {(f'shape {list(stored)}' if stored else 'none')}, "
                 f"config.json makes {(f'it {list(expected)}' if expected else 'none')}; the two "
-                "are of different models, give --model",
+                "are of different models; give --model with the directory of the trained model",
                 key=name,
             )
 
@@ -258,7 +258,7 @@ def _check_covered(
         covered = sum(entries[index].box.numel for index in entries_of.get(tensor, ()))
         if covered != prod(shape):
             raise UserError(
-                f"the checkpoint has {covered} of its {prod(shape)} elements; it is not whole, take another one",
+                f"the checkpoint has {covered} of {prod(shape)} elements: it is incomplete, take another checkpoint",
                 key=tensor,
             )
 

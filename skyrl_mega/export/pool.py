@@ -61,8 +61,8 @@ def run(job: ExportJob, folder: Path, method: str, items: Sequence[int], workers
                 yield waiting.pop(done), done.result()
     except BrokenProcessPool as error:
         raise WorkerDied(
-            f"a worker ended in the middle of {method}; where the kernel killed it for want of memory, give fewer "
-            "--workers"
+            f"a worker process died in the phase {method}; if the kernel killed the process for lack of memory, give "
+            "fewer --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

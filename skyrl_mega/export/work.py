@@ -25,6 +25,9 @@ from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models.quantization import SCALE_SUFFIX
 from skyrl_mega.parallel.box import Box
 
+ADVICE = "export again, to another disk if this happens twice"
+"""Advice in messages about a mismatch."""
+
 
 class ExportMismatch(RuntimeError):
     """Error for exported data that differs from the checkpoint or from the model directory."""
@@ -137,7 +140,7 @@ class ExportWorker:
             ):
                 if not _same(self._exported_rows(tensor, Box((row, 0), tuple(expected.shape))), expected):
                     file = self.folder / self._places[tensor][0]
-                    raise ExportMismatch(f"{file}: {tensor} differs from the checkpoint in rows {row} and on")
+                    raise ExportMismatch(f"{file}: {tensor} differs from the checkpoint from row {row} on; {ADVICE}")
         return 0
 
     def compare_copy(self, index: int) -> int:
@@ -148,7 +151,7 @@ class ExportWorker:
         """
         name, tensors = list(self.job.copied.items())[index]
         if not is_copy(tensors, self.folder / name):
-            raise ExportMismatch(f"{self.folder / name} differs from the tensors of the model directory")
+            raise ExportMismatch(f"{self.folder / name} differs from the tensors of the model directory; {ADVICE}")
         return 0
 
     def flush(self, index: int) -> int:
@@ -181,7 +184,9 @@ class ExportWorker:
                 continue  # `compare_blocks` compares the values
             exported = self._exported_rows(entry.tensor, box)
             if not _same(exported, self._exported_values(entry, saved).to(job.type_of(entry.tensor))):
-                raise ExportMismatch(f"{file}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
+                raise ExportMismatch(
+                    f"{file}: {entry.tensor} differs from {entry} from row {box.start[0]} on; {ADVICE}"
+                )
         compare(entry, crc)
         return entry.box.numel
 

@@ -234,9 +234,10 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
                 covered += common.numel
         if covered != part.box.numel:
             raise UserError(
-                f"the checkpoint has {covered} of its {part.box.numel} elements; it is not whole, "
-                "or was saved while the tensor was frozen (policy.moe.freeze_router)",
+                f"the checkpoint has {covered} of the {part.box.numel} elements of this box: it is incomplete, or was "
+                "saved while the tensor was frozen",
                 key=part.name,
+                fix="take another checkpoint, or give policy.moe.freeze_router as in the saved run",
             )
     tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
     buffers = _buffers([LocalBox("", common, "", values) for task in tasks for _, common, values in task])

@@ -119,14 +119,20 @@ def read_header(folder: Path) -> Header:
     try:
         content = parse_json(file.read_bytes())
         if content["format"] != FORMAT:
-            raise UserError(f"format is {content['format']}; this version reads {FORMAT}, use the other one", key=file)
+            raise UserError(
+                f"the checkpoint has format {content['format']}, and this version of skyrl_mega reads format {FORMAT}",
+                key=file,
+                fix="use the version that saved the checkpoint",
+            )
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}
         files = {name: SavedFile(**written) for name, written in content["files"].items()}
         header = Header(**{**content, "tensors": shapes, "files": files})
         if not all(type(number) is int for written in files.values() for number in (written.nbytes, written.crc)):
-            raise Malformed("files are no names, sizes and check sums")
+            raise Malformed("its files are not listed by name, size and checksum")
     except FileNotFoundError:
-        raise Damaged(f"{folder}: has no {HEADER}; it is no checkpoint, or its save was interrupted") from None
+        raise Damaged(
+            f"{folder}: has no {HEADER}; it is no checkpoint, or its save was interrupted: take another checkpoint"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{file}: cannot be read ({error}); take another checkpoint") from error
     for name, written in header.files.items():

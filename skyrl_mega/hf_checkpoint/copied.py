@@ -116,5 +116,5 @@ def _chunks(entry: TensorEntry) -> Iterator[bytes]:
         for start in range(0, entry.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, entry.nbytes - start)
             if len(data := opened.read(size)) != size:
-                raise OSError(f"{entry.file} ends before its data")
+                raise OSError(f"{entry.file} ends before the data of a tensor; fetch the model directory again")
             yield data

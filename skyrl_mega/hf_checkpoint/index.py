@@ -110,6 +110,7 @@ def check_tensors(
                 f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(tensors[name])}"
                 "; the two are of different models",
                 key=entry.file,
+                fix="fetch config.json and the weights of one model",
             )
         if entry.dtype not in DTYPES and name not in fp8:
             missing = "; config.json has no quantization_config" if entry.dtype == FP8_DTYPE else ""
@@ -122,7 +123,11 @@ def check_tensors(
     for name, entry in check_tensors(path, shapes).items() if shapes else ():
         matrix = name.removesuffix(SCALE_SUFFIX)
         if len(entry.shape) != 2:
-            raise UserError(f"tensor {matrix} has type {FP8_DTYPE} and is no matrix", key=entry.file)
+            raise UserError(
+                f"tensor {matrix} has type {FP8_DTYPE}, which is read for matrices only",
+                key=entry.file,
+                fix="give a checkpoint in BF16",
+            )
         entries[matrix] = replace(entries[matrix], scales=entry)
     return entries
 
@@ -153,6 +158,7 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
                 f"tensor {name} is unknown to a {hf.get('model_type')} model with this config.json; the two are of "
                 "different models",
                 key=path,
+                fix="fetch config.json and the weights of one model",
             )
     return _entries(path, sorted(unread)) if unread else {}
 

@@ -70,7 +70,9 @@ def load(
     for tensor in wanted:
         if tensor not in shapes:
             raise UserError(
-                f"a model of it has no tensor {tensor}", key=path / "config.json", fix="give weights of the same model"
+                f"the model described here has no tensor {tensor}",
+                key=path / "config.json",
+                fix="give a directory with the same model as model.path",
             )
     entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted}, block_fp8(hf))
     reader = TensorReader()
@@ -288,4 +290,6 @@ def _raise_together(error: Exception | None) -> None:
     if error:
         raise error
     if failed.item():
-        raise RuntimeError(f"export: rank {int(failed.item()) - 1} could not write its file; its own error says why")
+        raise RuntimeError(
+            f"export: rank {int(failed.item()) - 1} could not write its part; the error of that rank says why"
+        )

@@ -62,7 +62,7 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             raise _unusable(path, key, second) from second
     if file_tokenizer is not None and (differs := difference(tokenizer, file_tokenizer)):
         raise UserError(
-            f"tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}",
+            f"the tokenizer by tokenizer_config.json differs from tokenizer.json: {differs}",
             key=key,
             value=path,
             fix=FETCH,
@@ -100,8 +100,9 @@ def _check_lossless(tokenizer: Any, where: str) -> None:
         # Pipelines like SentencePiece's add a space at the start of a text, or take the text's own for it.
         if decoded.lstrip(" ") != probe.lstrip(" ") and not (probe in KNOWN and unknown is not None and unknown in ids):
             raise UserError(
-                f"{where} loses text: {probe!a} comes back as {ascii(decoded)[:100]}; {FETCH}, with tokenizer_class "
-                "PreTrainedTokenizerFast where the class is another kind's"
+                f"{where} loses text: {probe!a} comes back as {ascii(decoded)[:100]}; {FETCH}, or set "
+                "tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json if the class does not belong to "
+                "this tokenizer.json"
             )
 
 

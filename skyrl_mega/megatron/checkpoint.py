@@ -171,10 +171,10 @@ def _check_model(folder: Path, header: Header, tensors: Mapping[str, tuple[int, 
         ours, theirs = tensors.get(name), header.tensors.get(name)
         if ours != theirs:
             raise UserError(
-                f"is of another model: {name} has shape {(list(theirs) if theirs else 'none')} "
-                f"there, {(list(ours) if ours else 'none')} in model.path",
+                f"this checkpoint is of another model: {name} has shape {(list(theirs) if theirs else 'none')} "
+                f"in the checkpoint, {(list(ours) if ours else 'none')} in model.path",
                 key=folder,
-                fix="give that model, or another run.name",
+                fix="give the checkpoint's model as model.path, or another run.name",
             )
 
 

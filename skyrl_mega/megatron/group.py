@@ -150,7 +150,7 @@ class TrainGroup:
         """Joins the ranks' values of micro-batches to [T] for each mini-batch; ranks without values answer None."""
         joined = [torch.zeros(int(lengths.sum())) for lengths in self._lengths]
         if all(answer is None for answer in answers):
-            raise ValueError("no rank has computed what is asked for")
+            raise ValueError("no rank has these values; compute them first (keep_logprobs, values)")
         for rank, answer in enumerate(answers):
             at = self.parallel.coordinates(rank)
             if answer is None or at.tp or at.cp:

@@ -200,7 +200,10 @@ def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"megatron-core refuses it: {why}", key=key, value=shown(options), fix="change it or leave it out"
+            f"megatron-core refuses it: {why}",
+            key=key,
+            value=shown(options),
+            fix="change or remove the option named there",
         ) from error
 
 

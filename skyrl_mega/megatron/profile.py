@@ -137,7 +137,10 @@ def open_trace(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
         if '"traceEvents"' in line:
             break
     if base is None:
-        raise ValueError(f"{text.name}: a trace of torch {torch.__version__} without its baseTimeNanoseconds")
+        raise ValueError(
+            f"{text.name}: the trace of torch {torch.__version__} contains no baseTimeNanoseconds; this version of "
+            "skyrl_mega reads traces of torch 2.13"
+        )
     return base, _events(text)
 
 

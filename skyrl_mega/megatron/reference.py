@@ -97,7 +97,7 @@ def _runs(params: Iterable[Tensor]) -> list[Tensor]:
     views: dict[int, list[Tensor]] = {}
     for p in params:
         if not p.is_contiguous():
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} is not contiguous")
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} is not contiguous: its bytes cannot be swapped")
         views.setdefault(p.untyped_storage()._cdata, []).append(p.data)
     runs = []
     for tensors in views.values():

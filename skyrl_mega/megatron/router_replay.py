@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from skyrl_mega.megatron.packing import MicroBatch, PackedRow, RowRoutes
-from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
+from skyrl_mega.models.routes import COLUMN, REPLAY_OFF, RouteShape, WrongRoutes
 from skyrl_mega.trajectories.sequences import Column, Sequences
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -182,8 +182,9 @@ class RouterReplay:
         if not any(per_rank):
             layers = [layer for layer, count in zip(self.shape.layers, wrong, strict=True) if count]
             return (
-                f"router replay: the routers of layers {layers} ran without the routes of their tokens, as those do "
-                "that are computed again without their layers"
+                f"router replay: the routers of layers {layers} ran without the routes of their tokens, as happens if "
+                "a router is recomputed without its layer; policy.recompute=full recomputes whole layers, and "
+                f"{REPLAY_OFF}"
             )
         place, (position, *row) = min(entry for rank in per_rank for entry in rank)
         expected, chosen = row[: self.shape.per_token], row[self.shape.per_token :]
@@ -191,7 +192,7 @@ class RouterReplay:
             f"router replay: {sum(wrong)} tokens went to other experts than their routes say; first in layer "
             f"{self.shape.layers[place]}, position {position} of a sequence: expected "
             f"{sorted(e - 1 for e in expected)} (-1: the policy's own choice), found "
-            f"{[expert for expert, is_used in enumerate(chosen) if is_used]}"
+            f"{[expert for expert, is_used in enumerate(chosen) if is_used]}; {REPLAY_OFF}"
         )
 
     # ---- inside of a pass ------------------------------------------------------------------------------------------

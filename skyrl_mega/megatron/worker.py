@@ -362,11 +362,9 @@ class ModelWorker:
                 self.schedule.step(-1)  # as for a mini-batch that is only measured
             return {**metrics, "grad_norm": 0.0, "lr": lr}
         except NotFinite as error:
-            raise FloatingPointError(f"{self.name}: {error}; loss sums of this step: {scalars(metrics)}") from error
+            raise self._not_finite(error, metrics) from error
         if not updated:
-            raise FloatingPointError(
-                f"{self.name}: a gradient is not finite; loss sums of this step: {scalars(metrics)}"
-            )
+            raise self._not_finite("a gradient is not finite", metrics)
         if self.from_zero:
             self.schedule.step(1)
         return {**metrics, "grad_norm": float(grad_norm), "lr": lr}
@@ -390,7 +388,14 @@ class ModelWorker:
         wrong = torch.tensor(int(not math.isfinite(metrics.get("loss", 0.0))), device=self.device)
         dist.all_reduce(wrong)
         if wrong:
-            raise FloatingPointError(f"{self.name}: the loss is not finite; loss sums of this step: {scalars(metrics)}")
+            raise self._not_finite("the loss is not finite", metrics)
+
+    def _not_finite(self, problem: object, metrics: dict[str, float]) -> FloatingPointError:
+        """Returns the error for a loss or gradient of NaN or infinity."""
+        return FloatingPointError(
+            f"{self.name}: {problem}; loss sums of this step: {scalars(metrics)}; this optimizer step moved no "
+            f"weight: resume from the newest checkpoint with a lower {self.name}.optimizer.lr, or correct the loss"
+        )
 
     def _objective_sums(self, micros: Sequence[Sequences], compute: Finish, forward_only: int) -> dict[str, float]:
         """Returns the summed metrics of an objective. The last `forward_only` micro-batches take no backward pass."""

@@ -38,7 +38,10 @@ def integer(hf: Hf, key: str) -> int:
     """
     value = hf.get(key)
     if key not in hf:
-        raise UserError(f"{key} is missing; a {hf.get('model_type')} checkpoint has it", key="config.json")
+        raise UserError(
+            f"{key} is missing; every {hf.get('model_type')} model needs this key: fetch config.json again",
+            key="config.json",
+        )
     upper_bound = UPPER_BOUNDS.get(key, DEFAULT_UPPER_BOUND)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= upper_bound:
         raise unsupported(hf, key, f"a positive integer of at most {upper_bound}")
@@ -87,7 +90,7 @@ def require_given(hf: Hf, key: str, needed: Any) -> None:
     """
     if key not in hf:
         raise UserError(
-            f"{key} is missing, and vLLM then computes another model",
+            f"{key} is missing, and vLLM would compute another model without this key",
             key="config.json",
             fix=f'add "{key}": {json.dumps(needed)}, as in the published config.json',
         )

@@ -129,7 +129,7 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
                 f"{' and '.join(uneven)} do not fit the model's {decoder.layers} layers on "
                 f"pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: "
                 f"{error}"
-                "; choose others",
+                "; choose other sizes, or null for equal stages",
                 key=f"{key}.{uneven[0].split()[0]}",
             ) from None
         if decoder.layers % parallel.pipeline:

@@ -15,6 +15,8 @@ from skyrl_mega.models.decoder import Decoder
 
 COLUMN = "routes"
 """Column of a trajectory and of a batch: [T, M, K], aligned to the input."""
+REPLAY_OFF = "policy.moe.replay=off runs without router replay"
+"""Advice in messages about wrong routes."""
 
 
 class WrongRoutes(RuntimeError):
@@ -69,7 +71,8 @@ class RouteShape:
         shape = (tokens, len(self.layers), self.per_token)
         if routes.shape != shape:
             raise WrongRoutes(
-                f"{what}: routes are {list(routes.shape)}; {list(shape)} are needed (token, layer, expert)"
+                f"{what}: routes have shape {list(routes.shape)}; needed is {list(shape)} (token, MoE layer, expert); "
+                f"{REPLAY_OFF}"
             )
         ordered = np.sort(routes, -1)
         outside = (ordered[..., 0] < 1) | (ordered[..., -1] > self.experts)
@@ -79,5 +82,5 @@ class RouteShape:
             experts = (routes[token, layer].astype(int) - 1).tolist()
             raise WrongRoutes(
                 f"{what}: token {token} in layer {self.layers[layer]} has experts {experts} (-1: none); allowed are "
-                f"{self.per_token} different ones of 0 to {self.experts - 1}"
+                f"{self.per_token} different experts from 0 to {self.experts - 1}; {REPLAY_OFF}"
             )

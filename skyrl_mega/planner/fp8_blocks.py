@@ -30,8 +30,8 @@ def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
         return
     if tensor := differing_tensor(decoder, parallel.tensor, parallel.expert_tensor):
         raise UserError(
-            f"blocks of {BLOCK} × {BLOCK} of {tensor}, as a rank has it, are not those that are "
-            "on the wire: widths of heads and of a rank's columns have to be multiples of it",
+            f"the {BLOCK} × {BLOCK} blocks of {tensor} on a rank differ from the blocks sent to engines: widths of "
+            f"heads and of a rank's columns must be multiples of {BLOCK}",
             key="policy.precision.parameters",
             value="fp8",
             fix="give policy.precision.parameters=model",

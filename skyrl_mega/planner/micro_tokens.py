@@ -96,9 +96,9 @@ def note(config: Config, decided: Config, decoder: Decoder) -> str | None:
     elif size == sizes[0]:
         why = "the least"
     elif size == sizes[-1]:
-        why = "the largest, as what is tight does not depend on it,"
+        why = "the largest, as the lack of memory does not depend on this setting,"
     else:
-        why = "the largest with which no more is tight than with the least,"
+        why = "the largest without a lack of memory that the least has not,"
     return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
 
 

@@ -229,5 +229,5 @@ def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.tensor: 8 does not divide the model's 4 attention heads"):
         architecture(DEEPSEEK).check_engine(DEEPSEEK, 8)
     assert attention(DEEPSEEK).engine_row(EngineCut(2), 1) == {"heads": "2-3"}
-    with pytest.raises(UserError, match="FP8 has not been shown with multi-head latent attention"):
+    with pytest.raises(UserError, match="FP8 has not been tested with multi-head latent attention"):
         attention(DEEPSEEK).check_fp8("weights.wire")

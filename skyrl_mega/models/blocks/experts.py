@@ -102,7 +102,10 @@ class Experts(Block):
                 f"num_experts_per_tok {per_token} is above the {experts} experts; lower it", key="config.json"
             )
         if experts % router.groups:
-            raise UserError(f"n_group {router.groups} does not divide the {experts} experts", key="config.json")
+            raise UserError(
+                f"n_group {router.groups} does not divide the {experts} experts; choose another model",
+                key="config.json",
+            )
         return cls(
             hidden=integer(hf, "hidden_size"),
             count=experts,
@@ -167,7 +170,7 @@ class Experts(Block):
     def check_fp8(self, key: str) -> None:
         if self.router.score != "softmax" or self.shared or self.names != ExpertNames():
             raise UserError(
-                "FP8 has been shown with Qwen3's experts only (softmax router, no shared expert)",
+                "FP8 has been tested with Qwen3's experts only (softmax router, no shared expert)",
                 key=key,
                 fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
             )

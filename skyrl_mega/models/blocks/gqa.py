@@ -223,7 +223,7 @@ class GroupedQueryAttention(Block):
     def check_fp8(self, key: str) -> None:
         if self.qk_norm == "all_heads":
             raise UserError(
-                "FP8 has not been shown with a norm over all heads of queries and keys",
+                "FP8 has not been tested with a norm over all heads of queries and keys",
                 key=key,
                 fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
             )

@@ -190,7 +190,7 @@ class LatentAttention(Block):
 
     def check_fp8(self, key: str) -> None:
         raise UserError(
-            "FP8 has not been shown with multi-head latent attention",
+            "FP8 has not been tested with multi-head latent attention",
             key=key,
             fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
         )

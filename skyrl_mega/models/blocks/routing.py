@@ -87,7 +87,9 @@ def sparse_step_layers(hf: Hf) -> list[bool]:
     layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise UserError(f"mlp_only_layers is {shown(listed)}; allowed is a list of layers", key="config.json")
+        raise UserError(
+            f"mlp_only_layers is {shown(listed)}; allowed is a list of layer numbers, such as [0, 1]", key="config.json"
+        )
     return with_experts(hf, [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)])
 
 
