@@ -105,7 +105,7 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
 
 
 def file_name(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Returns the name of a rank's file, such as `rank_00003.safetensors`."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -219,7 +219,7 @@ class MegatronActor:
             forward_only: Number of micro-batches at the end that take a forward pass only.
 
         Raises:
-            FloatingPointError: The gradient is NaN or infinite.
+            FloatingPointError: The gradient or the loss is NaN or infinite.
         """
         objective = self._objective(loss, figures)
         return self.rank.train(self.minis[mini], objective, temperature=temperature, forward_only=forward_only)

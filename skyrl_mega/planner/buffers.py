@@ -128,8 +128,8 @@ def rank_state(
 
 
 def full_bucket(parallel: ParallelDims, pp: int, chunk: int) -> int | None:
-    """Returns the number of elements at which a bucket is full if communication overlaps; None if the buffer is a
-    single bucket.
+    """Returns the number of elements at which a bucket is full if communication overlaps; None for a buffer in a single
+    bucket: of every chunk but the first of the first stage.
 
     Args:
         parallel: The grid of ranks.

@@ -32,10 +32,8 @@ FILE = "micro_tokens.json"
 
 
 def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
-    """Returns the settings with `policy.micro_tokens` set: the given number, or for null the largest candidate without
-    a memory problem by the plain estimates.
-
-    Problems of the smallest candidate are ignored.
+    """Returns the settings with `policy.micro_tokens` set: the given number, or for null the largest candidate with no
+    memory problem beyond those of the smallest candidate, by estimates without a margin.
 
     Args:
         config: The settings, with checked layouts.

@@ -219,8 +219,8 @@ def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
 
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
-    """Returns a function to estimate the seconds of an engine's decoding step, a token for each running sequence,
-    from the number of running sequences, each `mean` tokens long."""
+    """Returns a function: number of sequences running on an engine → estimated seconds of a decoding step, in which
+    every sequence gets a token. The sequences are `mean` tokens long."""
     rollout, rates = config.rollout, config.cluster.rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us

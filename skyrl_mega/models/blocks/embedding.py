@@ -93,7 +93,7 @@ class Head(Block):
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), tied, engine_ties)
 
     def hf_tensors(self, source: str) -> Tensors:
-        """Returns the tensors on disk; a tied head adds no tensor for the projection."""
+        """Returns name → shape of the tensors on disk: the norm, and the projection unless tied to the embedding."""
         shapes: Tensors = {FINAL_NORM: (self.hidden,)}
         return shapes if self.tied else shapes | {HEAD: (self.vocab, self.hidden)}
 
@@ -101,7 +101,8 @@ class Head(Block):
         return MegatronSettings(gpt={"share_embeddings_and_output_weights": self.tied})
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Declares the head: a tied head is the embedding itself if both are on the same stage, else a second copy."""
+        """Adds the norm and the projection to `b`. A tied projection is the embedding itself on the same chunk, else a
+        second copy."""
         b.whole(f"{target}.decoder.final_layernorm.weight", FINAL_NORM)
         if self.tied and place.first:
             return

@@ -244,12 +244,13 @@ class Experts(Block):
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the type of router logits for vLLM's DeepSeek layers: float32 as in megatron-core, not the model's
-        type. All other layers ignore the key."""
+        """Returns, for a sigmoid router, the vLLM argument for router logits in float32 as in megatron-core, instead of
+        the model's type; {} for a softmax router. Only vLLM's DeepSeek layers read the argument."""
         return {"hf_overrides": {"moe_router_dtype": "float32"}} if self.router.score == "sigmoid" else {}
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Declares w13 [experts, gate rows then up rows, hidden] and w2 [experts, hidden, columns]."""
+        """Adds an engine worker's parameters to `b`: w13 [experts, gate rows then up rows, hidden], w2 [experts,
+        hidden, columns], the router, the norm, and the shared expert."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         for name in (self._router(source), *self.float32_tensors(source)):
             b.whole(name, name)
@@ -307,8 +308,8 @@ class Experts(Block):
         return work.itemsize * (work.tokens * inner + gate)
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept: with "moe" the norm's input and output; with "selective" not the norm's output, and
-        only the inputs of the activation."""
+        """Returns the bytes kept for the backward pass: with "moe" only the norm's input and output; with "selective"
+        no output of the norm, and of the routed experts' activation only the inputs."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         if recompute == "moe":
             return 2 * norm
@@ -345,7 +346,8 @@ class Experts(Block):
         return Messages(tensor=self.hidden if self.shared else 0.0, experts=self.per_token * self.hidden)
 
     def engine_width(self, cut: EngineCut) -> float:
-        """Returns the elements of the two work spaces of the fused MoE kernel, and of the shared expert."""
+        """Returns the elements per token of vLLM's two work spaces for the fused MoE kernel, and of the shared
+        expert."""
         inner = self.width if cut.expert_parallel else self.width / cut.workers
         shared = 3 * self.shared.width / cut.tensor if self.shared else 0.0
         return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden)) + shared

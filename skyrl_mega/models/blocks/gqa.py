@@ -195,8 +195,8 @@ class GroupedQueryAttention(Block):
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Declares linear_qkv with rows interleaved by query group: query heads, then the key head, then the value
-        head."""
+        """Adds a policy rank's parameters to `b`. The rows of linear_qkv are interleaved by query group: query heads,
+        then the key head, then the value head."""
         size, tp = place.parallel.tensor, place.coords.tp
         hf_prefix, megatron_prefix = f"{source}.self_attn", f"{target}.self_attention"
         columns = self.heads * self.head_dim // size
@@ -254,8 +254,8 @@ class GroupedQueryAttention(Block):
         }
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Declares qkv_proj: a worker's q rows, then k rows, then v rows. Several workers share each of few kv
-        heads."""
+        """Adds an engine worker's parameters to `b`. The rows of qkv_proj are the worker's q, then k, then v. With
+        fewer kv heads than workers, several workers hold the same kv head."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         q = self.heads // cut.tensor * self.head_dim
@@ -284,8 +284,9 @@ class GroupedQueryAttention(Block):
         return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes of queries and keys before the norm and after rotation, values, the attention's output, the
-        softmax's normaliser, and the rotation's cosines and sines unless fused.
+        """Returns the bytes kept for the backward pass: input and output of the first norm, queries and keys before the
+        norm and after rotation, values, the attention's output, the softmax's normaliser, and the rotation's cosines
+        and sines unless fused.
 
         A local layer's keys and values are views of the whole fused projection, so the projection is kept with them.
         Transformer Engine copies values, and copies the queries and keys read by a norm.

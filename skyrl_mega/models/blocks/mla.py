@@ -196,8 +196,8 @@ class LatentAttention(Block):
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Declares down-projections whole on every rank, and up-projections by heads. Transformer Engine fuses the
-        norm of a latent vector into the up-projection."""
+        """Adds a policy rank's parameters to `b`: whole down-projections, and the rank's heads of the up-projections.
+        Transformer Engine fuses the norm of a latent vector into the up-projection."""
         rank, tensor, te = place.coords.tp, place.parallel.tensor, place.spec == "te"
         hf, target_prefix = f"{source}.self_attn", f"{target}.self_attention"
 
@@ -242,15 +242,19 @@ class LatentAttention(Block):
                 )
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns, on a CPU, vLLM's reference backend, which it would not pick on a machine with AMX, and torch's
-        rotary positions: vLLM's CPU kernel reads the three-dimensional queries of latent attention with a wrong
-        stride, and log-probs would be off by whole nats."""
+        """Returns vLLM's arguments for correct results on a CPU; {} on CUDA.
+
+        The arguments select vLLM's reference backend, not picked by default on a machine with AMX, and torch's rotary
+        positions: vLLM's CPU kernel reads the three-dimensional queries of latent attention with a wrong stride, and
+        log-probs would be off by whole nats.
+        """
         if device != "cpu":
             return {}
         return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_config": {"backend": "CPU_MLA"}}
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Declares down-projections whole on every worker, those of query and key in a single parameter."""
+        """Adds an engine worker's parameters to `b`: whole down-projections, with query and key in a single parameter,
+        and the worker's heads of the up-projections."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
 
@@ -289,8 +293,9 @@ class LatentAttention(Block):
         return TokenFlops(2 * matrices, 2 * self.heads * (self.query + self.value), decoding)
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes of the latent vectors before and after their norms, queries, keys, values, the attention's
-        output, the softmax's normaliser, and the rotation's cosines and sines."""
+        """Returns the bytes kept for the backward pass: input and output of the first norm, the latent vectors before
+        and after their norms, queries, keys, values, the attention's output, the softmax's normaliser, and the
+        rotation's cosines and sines."""
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
         latents = 2 * ((self.query_rank or 0) + self.latent) + self.rotary
@@ -298,7 +303,8 @@ class LatentAttention(Block):
         return norm + tokens * b * (latents / tensor + heads + 4 * self.rotary) + tokens * 4 * self.heads / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept: with "selective" not the first norm's output, as no product is fused with it."""
+        """Returns the bytes kept for the backward pass: with "selective" without the first norm's output, which is
+        recomputed."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         return self.saved_bytes(work) - (norm if recompute == "selective" else 0.0)
 
@@ -309,7 +315,8 @@ class LatentAttention(Block):
         return Messages(tensor=(gathered + self.hidden) / 2, context=context)
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes of the latent vector and the shared key: every worker holds both whole."""
+        """Returns the bytes per token in the KV cache, of the latent vector and the shared key: every worker caches
+        both whole."""
         return (self.latent + self.rotary) * itemsize
 
     def engine_width(self, cut: EngineCut) -> float:
