@@ -66,7 +66,8 @@ class ParallelDims:
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise UserError(
-                f"{self.virtual_pipeline} needs {key}.pipeline of at least 2", key=f"{key}.virtual_pipeline"
+                f"{self.virtual_pipeline} needs {key}.pipeline of at least 2; raise it, or give 1",
+                key=f"{key}.virtual_pipeline",
             )
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)

@@ -125,7 +125,7 @@ def _gpu_problems(
             f"an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
             f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)}"
             f"{many} and the reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one "
-            f"sequence has up to {length_limit(config.rollout):,}",
+            f"sequence has up to {length_limit(config.rollout):,}: raise the fraction, or allow shorter sequences",
             key="rollout.memory_fraction",
             value=fraction,
         )
@@ -142,7 +142,7 @@ def _gpu_problems(
     if not config.cluster.shared and (engine.peak if strict else engine.lower_bound) > gpu:
         yield UserError(
             f"an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
-            f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}",
+            f"{_gib(engine.beside)} for CUDA and NCCL, more than a GPU's {_gib(gpu)}: lower the fraction",
             key="rollout.memory_fraction",
             value=fraction,
         )
@@ -172,7 +172,8 @@ def host_problem(
         if memory.total > RAY_KILLS * available * GIB:
             return UserError(
                 f"node {number} needs about {_gib(memory.total)} GiB of host "
-                f"memory ({describe_kinds(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes",
+                f"memory ({describe_kinds(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes: keep "
+                "more of the state on GPUs, or take nodes with more memory",
                 key="cluster.host_memory_gib",
                 value=f"{available:g}",
             )

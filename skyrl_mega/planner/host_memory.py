@@ -195,7 +195,7 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     available = cluster.host_memory_gib * GIB / cluster.numa_nodes
     return [
         f"node {node}: {size / GIB:.0f} GiB are pinned for the GPUs of NUMA node {numa}, which has "
-        f"{available / GIB:.0f} GiB (cluster.numa_nodes): the rest lies beside another socket, and copies are slower"
+        f"{available / GIB:.0f} GiB (cluster.numa_nodes): the rest is at another socket, with slower copies"
         for (node, numa), size in sorted(pinned.items())
         if size > available
     ]
