@@ -92,7 +92,7 @@ def dequantise(
 
 
 def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `block_amax` in torch, a row of blocks at a time: S·128·C elements of extra memory."""
+    """Computes `block_amax` in torch on any device, a row of blocks at a time: S·128·C elements of extra memory."""
     rows, columns = weight_SRC.shape[-2:]
     stack = weight_SRC.shape[:-2]
     of_column = _block_of(columns, col0, weight_SRC.device).expand(*stack, columns)
@@ -104,7 +104,7 @@ def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Te
 
 
 def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `quantise` in torch, a row of blocks at a time: twice S·128·C float32 of extra memory."""
+    """Computes `quantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory."""
     of_column = _block_of(weight_SRC.shape[-1], col0, weight_SRC.device)
     inverse = 1.0 / scales_SIJ  # multiplication by the inverse: vLLM's rounding
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight_SRC.device)
@@ -117,7 +117,8 @@ def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, co
 def dequantise_reference(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Computes `dequantise` in torch, a row of blocks at a time: twice S·128·C float32 of extra memory."""
+    """Computes `dequantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra
+    memory."""
     of_column = _block_of(numbers_SRC.shape[-1], col0, numbers_SRC.device)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers_SRC.device)
     for i, strip in enumerate(_strips(numbers_SRC.shape[-2], row0)):

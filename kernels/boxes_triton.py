@@ -82,7 +82,8 @@ class Table:
             _copy[(len(of_tile),)](addresses, tiles.rows, of_tile, flat, **constants)
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
-        """Computes `boxes.Boxes.checksums` in a single launch."""
+        """Returns the 64-bit checksum of every box in the tensors `owners`, int64 [boxes] on the device, computed in a
+        single launch; see `boxes.Boxes.checksums`."""
         addresses, tiles = self._bind(owners)
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         _sum[(len(tiles.of_tile),)](addresses, tiles.rows, tiles.of_tile, sums, TILE=TILE, num_warps=WARPS)

@@ -273,7 +273,7 @@ def _chunks(total: int, chunk: int) -> Iterator[slice]:
 
 
 def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """Computes `partial_sums` in torch, with several copies of a split's logits in memory."""
+    """Computes `partial_sums` in torch on any device, with several copies of a split's logits in memory."""
     width, parts = len(inputs.weight_vH), []
     for part in _chunks(width, split_columns(width)):
         logits, is_target, _ = _logits(inputs.columns(part))
@@ -290,7 +290,7 @@ def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients_reference(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Computes `logit_gradients` in torch, with several copies of the logits in memory."""
+    """Computes `logit_gradients` in torch on any device, into `out_Tv`, with several copies of the logits in memory."""
     logits, is_target, slope = _logits(inputs)
     # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
     logprobs = logits - saved.peak_T[:, None] - saved.log_sum_T[:, None]

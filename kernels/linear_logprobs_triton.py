@@ -61,7 +61,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """Computes `linear_logprobs.partial_sums` on a GPU."""
+    """Computes `linear_logprobs.partial_sums` on a GPU: the quantities of each split and token, [Q, S, T]."""
     tokens, width = len(inputs.hidden_TH), len(inputs.weight_vH)
     count = splits(width)
     shape = (5 if squares else 4, count, tokens)
@@ -75,7 +75,7 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Computes `linear_logprobs.logit_gradients` on a GPU. `out_Tv` is contiguous."""
+    """Computes `linear_logprobs.logit_gradients` on a GPU, into `out_Tv` [T, v], which must be contiguous."""
     tokens, width = out_Tv.shape
     chosen, arguments = _arguments(inputs)
     grid = (triton.cdiv(tokens, chosen.tokens), triton.cdiv(width, chosen.columns))

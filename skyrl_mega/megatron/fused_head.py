@@ -28,8 +28,8 @@ def fused_logprobs(
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns log-probs and entropies as `vocab_parallel.vocab_parallel_logprobs` does, for the same arguments, without
-    ever holding logits in memory."""
+    """Returns the targets' log-probs and the entropies in nats, with `squares` also Σ p², each [T]; logits are never in
+    memory. Arguments and results are those of `vocab_parallel.vocab_parallel_logprobs`."""
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)

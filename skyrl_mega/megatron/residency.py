@@ -217,7 +217,7 @@ class Resident:
                 raise NotOnDevice(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
 
     def offload(self, parts: Iterable[str]) -> int:
-        """Moves parts off the device, frees torch's unused cached memory, and returns the bytes copied to host memory.
+        """Moves parts off the device, releases unused cached memory, and returns the bytes copied to host memory.
         Parts already offloaded stay so."""
         copied = sum(self._parts[name].offload(self._exclusive_tensors(name)) for name in parts)
         release_cached_memory(self.device)

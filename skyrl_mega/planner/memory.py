@@ -67,7 +67,7 @@ def itemsize(config: Config) -> int:
 
 
 def gpu_bytes(config: Config) -> int:
-    """Returns the memory of a GPU in bytes: `cluster.gpu_memory_gib`, by default an H100's."""
+    """Returns the memory of a GPU in bytes: `cluster.gpu_memory_gib`, by default an H100's 79.1 GiB."""
     return int((config.cluster.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB)
 
 

@@ -80,7 +80,7 @@ class Rope:
         raise unsupported(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
 
     def megatron_args(self) -> dict[str, Any]:
-        """Returns keyword arguments of `GPTModel`."""
+        """Returns the keyword arguments of megatron-core's `GPTModel` for these positions."""
         args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": self.base}
         if self.part != 1.0:
             args["rotary_percent"] = self.part

@@ -96,7 +96,7 @@ class LatentRope:
         return cls(base, Yarn.read(hf, key) if kind in YARN else None)
 
     def megatron_args(self) -> dict[str, Any]:
-        """Returns keyword arguments of megatron-core's `MLATransformerConfig`."""
+        """Returns the keyword arguments of megatron-core's `MLATransformerConfig` for these positions."""
         args: dict[str, Any] = {"rotary_base": self.base, "rope_type": "yarn" if self.yarn else "rope"}
         if self.yarn is None:
             return args

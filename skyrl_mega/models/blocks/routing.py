@@ -62,7 +62,7 @@ class ExpertRouter:
         return cls("sigmoid", True, True, groups, top_groups, number(hf, "routed_scaling_factor"))
 
     def megatron_args(self) -> Mapping[str, Any]:
-        """Returns keyword arguments of megatron-core's `TransformerConfig`."""
+        """Returns the keyword arguments of megatron-core's `TransformerConfig` for this router."""
         if self.score == "softmax":
             # A softmax over all experts, renormalised over the chosen ones, is the softmax of the chosen logits.
             return {"moe_router_pre_softmax": not self.renormalize}
