@@ -44,7 +44,7 @@ TILE_COLUMNS = 256
 
 @dataclass(frozen=True)
 class Head:
-    """The parameters of the distribution, apart from the products hidden · weight."""
+    """The parameters of an output head's distribution, apart from the products hidden · weight."""
 
     valid: int
     """Number of this rank's columns that are tokens; later columns are padding with probability 0."""
@@ -58,7 +58,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of both passes."""
+    """The inputs of the output head's forward and backward pass on one tensor rank."""
 
     hidden_TH: Tensor
     """bfloat16, float16, float32, or float64 (supported by the kernel only in Triton's interpreter)."""

@@ -25,7 +25,7 @@ _worker: ExportWorker | None = None
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended without an answer."""
+    """Error for a worker process of an export that ended without a result."""
 
 
 def run(job: ExportJob, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:

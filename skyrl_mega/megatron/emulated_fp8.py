@@ -37,7 +37,7 @@ from skyrl_mega.weights.fp8.scales import Scales
 
 
 class EmulatedFp8:
-    """The linear layers of a rank computed in an FP8 recipe.
+    """The linear layers of a rank computed in an FP8 recipe: replaces the products of the chunks' layers.
 
     Args:
         chunks: The rank's model chunks, not wrapped.

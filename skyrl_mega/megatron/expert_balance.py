@@ -30,7 +30,9 @@ Routing = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ExpertBalance:
-    """Counts the choices of a rank's routers and adds the loss's gradient to the router probabilities.
+    """The load-balancing loss of a rank's routers: counts choices, and adds the loss's gradient to the probabilities.
+
+    Replaces `routing` of every router in the chunks.
 
     Args:
         chunks: The rank's model chunks.

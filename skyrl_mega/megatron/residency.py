@@ -32,7 +32,7 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class NotOnDevice(RuntimeError):
-    """Error for access to a part not on the device."""
+    """Error for use of a part of a rank's state while the part is offloaded."""
 
 
 class OffloadablePart:

@@ -9,7 +9,7 @@ from skyrl_mega.models.registry import HeadKind
 
 @dataclass(frozen=True)
 class ModelRole:
-    """The role of a Megatron model in a run."""
+    """The role of a Megatron model in a run: policy, reference or critic."""
 
     name: str
     """Name of the group of settings (`<name>.layout`), of actors and logs, and of the role's part of a checkpoint."""

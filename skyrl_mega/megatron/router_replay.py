@@ -42,7 +42,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Count(NamedTuple):
-    """Counters of each layer."""
+    """Counters of a MoE layer in a pass, in tokens."""
 
     tokens: int
     """Tokens seen by the router, without padding."""
@@ -55,7 +55,7 @@ class Count(NamedTuple):
 
 
 class RouterReplay:
-    """Replay, recording and checking of the choices of a rank's routers.
+    """Replay, recording and checking of the choices of a rank's routers, by hooks on the chunks' layers.
 
     Args:
         chunks: The rank's model chunks, before wrapping.

@@ -25,7 +25,7 @@ class WrongRoutes(RuntimeError):
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The shape of a model's routes."""
+    """The shape of a model's routes: the MoE layers, the number of experts, and the experts per token."""
 
     layers: tuple[int, ...]
     """[M]: the decoder layers with experts, counted from 0."""

@@ -6,7 +6,11 @@ from skyrl_mega.parallel.box import Box, Piece, Shard
 
 
 class ShardBuilder:
-    """A list of local parameters, with the parts of global tensors that fill the parameters."""
+    """A builder of a rank's shard: collects local parameters, and the pieces of global tensors that fill them.
+
+    Args:
+        tensors: Name → shape of the global tensors.
+    """
 
     def __init__(self, tensors: dict[str, tuple[int, ...]]) -> None:
         self._tensors = tensors

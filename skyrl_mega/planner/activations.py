@@ -42,7 +42,7 @@ class LongestRow:
 
 @dataclass(frozen=True)
 class Activations:
-    """Peak bytes of activations by phase."""
+    """Peak bytes of activations on a policy rank by phase, estimated."""
 
     train: int
     """Bytes in the forward and backward pass, without `train_logits`."""

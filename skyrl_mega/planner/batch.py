@@ -15,7 +15,7 @@ from skyrl_mega.planner.activations import LongestRow
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of one RL step."""
+    """Sizes of one RL step, estimated from the settings."""
 
     prompts: int
     """Number of prompts per RL step."""

@@ -196,7 +196,7 @@ def _keep_lists(value: Any) -> Iterable[Any]:
 
 @dataclass(frozen=True)
 class Knob:
-    """A searched setting."""
+    """A setting that searches may change, with the values to try."""
 
     near: Near
     """Function from the current value to other values, nearest first."""

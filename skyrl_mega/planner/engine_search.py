@@ -41,9 +41,10 @@ SHARED_PHASES = ("generate", "logprobs", "train", "sync")
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engines of a given cut, with all fitting memory fractions."""
+    """Engines with a given division of the model, and all fitting memory fractions."""
 
     config: Config
+    """The settings with these engines."""
     fractions: tuple[tuple[float, int, float], ...]
     """Memory fraction, KV cache tokens and seconds to generate; largest fraction first."""
     memory: EngineMemory
@@ -56,7 +57,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Engines combined with a policy."""
+    """Engines chosen for a policy, with `residency.keep` and the memory fraction."""
 
     engine: EngineChoice
     keep: list[str] | None

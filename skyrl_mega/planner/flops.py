@@ -46,7 +46,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class PassWork:
-    """Amount of work of a pass. Loads of several passes add up."""
+    """Amount of work of a pass, in tokens and pairs of tokens. Amounts of several passes can be added."""
 
     tokens: float = 0.0
     """Number of tokens passing through the layers."""

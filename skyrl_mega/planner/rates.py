@@ -48,7 +48,7 @@ RECOMPUTED = 4 / 3
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate of an estimate."""
+    """A rate used by time estimates, with source and uncertainty."""
 
     key: str
     """Key of the setting."""

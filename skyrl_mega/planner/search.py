@@ -60,7 +60,7 @@ MORE = (5, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings that fit."""
+    """Settings that fit the GPUs, with estimates of memory and time."""
 
     parallel: ParallelDims
     """The policy's grid."""
@@ -108,7 +108,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Policy settings combined with all engines."""
+    """Policy settings with the engines considered, and the combinations that fit."""
 
     config: Config
     """The settings with this policy."""

@@ -13,7 +13,7 @@ from skyrl_mega.planner.dynamic import SIGNAL_SHARE
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Mean lengths, and a sample for the slowest trajectory of a step."""
+    """The trajectories of a step for a time estimate: mean lengths, and a sample for the slowest trajectory."""
 
     read: float
     """Mean tokens of the prompt and of the environment."""

@@ -24,7 +24,8 @@ Tensors = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """Settings fixed by the architecture; sizes of the parallel grid, dtypes and recipes come from the policy."""
+    """Arguments of megatron-core fixed by the architecture; sizes of the parallel grid, dtypes and recipes come from
+    the policy's settings."""
 
     transformer: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `TransformerConfig`."""
@@ -54,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class MegatronPlace:
-    """A model chunk of a policy rank."""
+    """The place of a model chunk: the layout, the rank's coordinates, and the index of the chunk on the rank."""
 
     parallel: ParallelDims
     coords: RankCoords

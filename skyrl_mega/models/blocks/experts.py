@@ -37,7 +37,7 @@ MEGATRON_EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The names of a layer with experts, on disk and in vLLM, below the layer's own."""
+    """The names of the tensors of a layer with experts, on disk and in vLLM, below the layer's name."""
 
     part: str = "mlp"
     """The feed-forward part; its router is `<part>.gate`, its experts are `<part>.experts.<index>`."""

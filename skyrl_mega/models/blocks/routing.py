@@ -13,7 +13,7 @@ from skyrl_mega.models.config_json import Hf, flag, integer, number, require, un
 
 @dataclass(frozen=True)
 class ExpertRouter:
-    """The function from a token's logits, one per expert, to the chosen experts and their weights."""
+    """The settings of a router, which turns a token's logits, one per expert, into chosen experts and their weights."""
 
     score: Literal["softmax", "sigmoid"]
     renormalize: bool
