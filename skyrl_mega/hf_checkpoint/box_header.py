@@ -87,7 +87,7 @@ def refuse_old(folder: Path) -> None:
     Missing or unreadable files pass: `read_header` raises for them.
 
     Raises:
-        UserError: The checkpoint has an earlier format; names the remedy.
+        UserError: The checkpoint is in an earlier format; names the remedy.
     """
     fix = "go on with that version, or export it there (python -m skyrl_mega.export) and start a new run with "
     fix += "model.path set to the export"
@@ -112,7 +112,7 @@ def read_header(folder: Path) -> Header:
 
     Raises:
         Damaged: checkpoint.json or another file is missing, damaged or of another size; names the file.
-        UserError: The checkpoint has another version of the format.
+        UserError: The checkpoint is in another version of the format.
     """
     refuse_old(folder)
     file = folder / HEADER
@@ -181,7 +181,7 @@ def check_tables(folder: Path) -> None:
 
     Raises:
         Damaged: A file belongs to another save, is incomplete or is missing; names the file.
-        UserError: The checkpoint has another version of the format.
+        UserError: The checkpoint is in another version of the format.
     """
     header = read_header(folder)
     for name in header.files:

@@ -1,4 +1,4 @@
-"""Tensors of a source that the model does not have, copied into an export bit for bit, in files of their own.
+"""Tensors of a source unknown to the model, copied into an export bit for bit, in files of their own.
 
 Layers for multi-token prediction are an example. A source in block FP8 keeps the numbers and scales of such tensors.
 """
@@ -28,7 +28,7 @@ Copied = Mapping[str, TensorEntry]
 def copies(source: Path, file_bytes: int) -> list[Copied]:
     """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write.
 
-    The list has an entry per file, and is empty if the model has all tensors.
+    The list contains an entry per file, and is empty without such tensors.
 
     Args:
         source: The directory.

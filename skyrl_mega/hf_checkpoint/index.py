@@ -100,7 +100,7 @@ def check_tensors(
         Name → entry of each tensor; the entry of a matrix in block FP8 contains the entry of its scales.
 
     Raises:
-        UserError: A tensor or its scales are missing, or have another shape or a type not supported.
+        UserError: A tensor or its scales are missing, are of another shape, or are of a type not supported.
     """
     entries = _entries(path, tensors)
     fp8 = {name for name, entry in entries.items() if quantisation and entry.dtype == FP8_DTYPE}
@@ -136,7 +136,7 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
     """Returns name → entry of the tensors in the directory's files that belong to no layer and no other part of the
     model, such as layers for multi-token prediction. A run does not read these tensors; an export copies them.
 
-    The result is {} if the model has all tensors, and for a directory without weights.
+    The result is {} without such tensors, and for a directory without weights.
 
     Args:
         path: The directory.

@@ -54,7 +54,7 @@ def load(
         params: The shard's local tensors.
         optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise
             left unchanged.
-        written: Called with the name of each local tensor after the tensor has been filled.
+        written: Called with the name of each local tensor once the tensor is filled.
 
     Raises:
         UserError: A tensor is missing or misshapen, or a file is cut off; described in one line.
@@ -106,7 +106,7 @@ def save(
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
 
     The directory appears when every file is written, and replaces an older directory recognised by `exported`. Tensors
-    of the source that the model does not have are copied (`copied`).
+    of the source unknown to the model are copied (`copied`).
 
     Args:
         path: The directory to write.
