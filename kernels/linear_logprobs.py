@@ -107,6 +107,7 @@ class Saved:
     log_sum_T: Tensor
     """ln Σ e^(x - peak); stored apart from the peak, because a large peak would absorb it in a sum."""
     entropy_T: Tensor
+    """Entropy of the distribution, in nats."""
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------

@@ -33,9 +33,11 @@ class Sample(NamedTuple):
     ref: Any
     """A `StoredTrajectory`, or Ray's reference to one."""
     start: int
+    """First token of the sample, as a position in the trajectory."""
     trained_from: int
     """First position trained on in this sample; another sample trains on earlier policy tokens."""
     end: int
+    """Position after the last token of the sample."""
 
 
 @dataclass

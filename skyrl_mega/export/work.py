@@ -41,6 +41,7 @@ class ReadRows(NamedTuple):
     row: int
     """First row, in the whole tensor."""
     nbytes: int
+    """Bytes read."""
     crc: int
     """CRC-32 of the bytes."""
 

@@ -58,8 +58,11 @@ class LocalBox:
     """A box of a tensor in this process's memory, to be written or filled."""
 
     tensor: str
+    """Hugging Face name."""
     box: Box
+    """Position in the whole tensor."""
     kind: str
+    """`MASTER`, `EXP_AVG`, `EXP_AVG_SQ` or `WEIGHT`."""
     values: Tensor = field(compare=False)
     """A view of the box's shape, on any device."""
 
@@ -75,8 +78,11 @@ class BoxEntry:
 
     file: Path
     tensor: str
+    """Hugging Face name."""
     box: Box
+    """Position in the whole tensor."""
     kind: str
+    """`MASTER`, `EXP_AVG`, `EXP_AVG_SQ` or `WEIGHT`."""
     dtype: torch.dtype
     offset: int
     """First byte in the file; elements are in C order."""

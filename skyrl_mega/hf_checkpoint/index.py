@@ -39,10 +39,12 @@ class TensorEntry:
 
     file: Path
     dtype: str
+    """Name of the type in safetensors, such as `BF16`."""
     shape: tuple[int, ...]
     offset: int
     """First byte in the file."""
     nbytes: int
+    """Bytes of the data."""
     scales: TensorEntry | None = None
     """Scales of a matrix in block FP8, [blocks of rows, blocks of columns]."""
 

@@ -26,6 +26,7 @@ class Architecture:
     """
 
     name: str
+    """`model_type` in config.json."""
     describe: Callable[[Hf], Decoder]
     """Reads the model's sizes and parts."""
     transformers_class: str

@@ -14,7 +14,8 @@ from skyrl_mega.config.schema import LayoutConfig
 
 
 class RankCoords(NamedTuple):
-    """Coordinates of a rank: dense grid (tp, cp, dp), pipeline stage (pp), expert grid (ep, etp, edp)."""
+    """Coordinates of a rank, each from 0: in the grid of dense layers tensor (tp), context (cp) and data (dp); pipeline
+    stage (pp); in the grid of experts expert (ep), expert tensor (etp) and expert data (edp)."""
 
     tp: int
     cp: int

@@ -42,7 +42,9 @@ class ModelState:
     """Permanent memory of a policy rank in bytes, counted from shapes."""
 
     weights: int
+    """All parameters, with the padding of buffers."""
     gradients: int
+    """Gradients of all trained parameters, in float32."""
     optimizer: int
     """Master weights and moments owned by this rank."""
     largest: int = 0

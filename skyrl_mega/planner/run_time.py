@@ -85,6 +85,7 @@ class Uncertainty:
     """Effect of an uncertain input on the run's seconds."""
 
     name: str
+    """Name of the input: a setting, or words."""
     low: float
     """Factor of the run's seconds at the favourable end of the input, at most 1."""
     high: float

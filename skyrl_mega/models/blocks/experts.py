@@ -52,7 +52,9 @@ class SharedExpert:
     """A gated MLP that every token uses, added to the routed experts' result."""
 
     width: int
+    """Intermediate size."""
     name: str = "mlp.shared_experts"
+    """Name below the layer's."""
     gate: str | None = None
     """Name of a [1, hidden] weight: the sigmoid of its product with the token multiplies the result. None: no gate."""
 
@@ -63,7 +65,9 @@ class Experts(Block):
 
     hidden: int
     count: int
+    """Number of experts of a layer."""
     per_token: int
+    """Number of experts of a token."""
     width: int
     """Intermediate size of an expert."""
     router: ExpertRouter

@@ -38,6 +38,7 @@ class GatedMlp(Block):
 
     hidden: int
     width: int
+    """Intermediate size."""
 
     @classmethod
     def read(cls, hf: Hf) -> GatedMlp:

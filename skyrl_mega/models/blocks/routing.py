@@ -16,6 +16,7 @@ class ExpertRouter:
     """The settings of a router, which turns a token's logits, one per expert, into chosen experts and their weights."""
 
     score: Literal["softmax", "sigmoid"]
+    """Function from logits to scores."""
     renormalize: bool
     """True if the chosen experts' scores are divided by their sum."""
     bias: bool = False
