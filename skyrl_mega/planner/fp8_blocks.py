@@ -30,7 +30,7 @@ def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
         return
     if tensor := differing_tensor(decoder, parallel.tensor, parallel.expert_tensor):
         raise UserError(
-            f"the {BLOCK} × {BLOCK} blocks of {tensor} on a rank differ from the blocks sent to engines: widths of "
+            f"blocks of {BLOCK} × {BLOCK} of {tensor} on a rank differ from the blocks sent to engines: widths of "
             f"heads and of a rank's columns must be multiples of {BLOCK}",
             key="policy.precision.parameters",
             value="fp8",
