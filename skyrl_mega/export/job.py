@@ -258,7 +258,7 @@ def _check_covered(
         covered = sum(entries[index].box.numel for index in entries_of.get(tensor, ()))
         if covered != prod(shape):
             raise UserError(
-                f"the checkpoint has {covered} of its {prod(shape)} elements: the checkpoint is damaged, take another one",
+                f"the checkpoint has {covered} of its {prod(shape)} elements; the checkpoint is damaged, take another",
                 key=tensor,
             )
 

@@ -240,8 +240,8 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
                 covered += common.numel
         if covered != part.box.numel:
             raise UserError(
-                f"the checkpoint has {covered} of its {part.box.numel} elements: the checkpoint is damaged, or was saved "
-                "while the tensor was frozen",
+                f"the checkpoint has {covered} of its {part.box.numel} elements; the checkpoint is damaged, or was "
+                "saved while the tensor was frozen",
                 key=part.name,
                 fix="take another checkpoint, or give policy.moe.freeze_router as in the saved run",
             )
