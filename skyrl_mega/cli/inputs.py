@@ -153,11 +153,12 @@ def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_tools(config: Config) -> None:
-    """Checks that the model's chat template can show the tools of registered environments and of environments named by
-    rows.
+    """Checks that the model's chat template can show the tools of the environments in settings and data rows.
+
+    Does nothing without tools; without a tokenizer in the model's folder, only `rollout.conversation` is checked.
 
     Raises:
-        UserError: The template cannot, or `rollout.conversation` forbids tools.
+        UserError: The template cannot show tools, or `rollout.conversation=one_message` forbids them.
     """
     environments, path = config.environment, Path(config.model.path)
     files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]

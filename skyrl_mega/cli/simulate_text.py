@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def best(self) -> SimulatedRow:
-        """Row to recommend, among the rows at most `NOISE` slower than the fastest.
+        """Row to recommend: one of the rows at most `NOISE` (relative) slower than the fastest.
 
         Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
         """

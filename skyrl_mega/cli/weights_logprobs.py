@@ -93,11 +93,11 @@ def compare(
     from neither weights nor settings, but from the engine's order of computation or from a cache surviving a sync.
 
     Args:
-        file, overrides: As for the launcher.
+        file, overrides: Configuration file and `group.key=value` settings, as for the launcher.
         prompts, samples: Number of training prompts, from the first, and of answers per prompt.
-        worst: Number of tokens shown.
-        transformers: Also load the model in float32 into this process.
-        as_json: Print nothing on standard output.
+        worst: Maximum number of tokens in `worst` of the result.
+        transformers: True to also load the model in float32 into this process.
+        as_json: True to print nothing on standard output.
 
     Raises:
         UserError: The settings are wrong.

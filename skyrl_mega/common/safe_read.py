@@ -155,7 +155,7 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def check_regular(file: Path) -> None:
-    """Checks a file before a library opens the path, because opening a FIFO would block forever.
+    """Checks that a path is a regular file, before a library opens it: opening a FIFO would block forever.
 
     Raises:
         OSError: The file is missing or not a regular file.
@@ -226,7 +226,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Adds a path to an OSError raised inside the block without a file name, for example on a full disk."""
+    """Raises an OSError of the block again with `path`, if the error names no file, as for a full disk."""
     try:
         yield
     except OSError as error:

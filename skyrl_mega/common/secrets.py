@@ -99,7 +99,10 @@ def still_masked(settings: Any) -> tuple[str, str] | None:
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """Returns settings, or a single setting, without secrets.
+    """Returns a copy of settings, or of a single setting, without secrets.
+
+    A secret from the environment becomes its reference, `${oc.env:NAME}`, if remembered by `note_resolved`; every other
+    secret becomes `***`.
 
     Args:
         value: Mappings, lists and values.

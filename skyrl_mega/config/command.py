@@ -50,12 +50,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments like the base class, for a command with settings; explains options and keys of other
-        programs.
+        """Parses arguments like the base class, for a command that takes settings (`group.key=value`).
 
         Raises:
             UserError: An option is unknown or a value is not allowed.
-            UserErrors: Options or keys of other programs; names our settings.
+            UserErrors: An option or key belongs to another program (SkyRL, verl, …); names our settings.
         """
         words = sys.argv[1:] if args is None else list(args)
         if lines := lookup.options(words, self._option_string_actions):

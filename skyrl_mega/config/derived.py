@@ -285,7 +285,7 @@ DETERMINISTIC = "deterministic_mode"
 
 
 def policy_settings(config: Config) -> PolicyConfig:
-    """Returns the policy's settings, with Megatron's deterministic option if the run is deterministic."""
+    """Returns `config.policy`, with Megatron's deterministic option added if `run.deterministic` is true."""
     if not config.run.deterministic:
         return config.policy
     return replace(config.policy, options={DETERMINISTIC: True, **config.policy.options})

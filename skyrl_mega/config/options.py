@@ -54,7 +54,7 @@ def whole(default: int | None, doc: str, *, low: int, high: int = 10**9) -> Opti
 
 
 def switch(default: bool, doc: str) -> Option:
-    """Returns the declaration of a boolean."""
+    """Returns the declaration of a boolean option."""
     return Option(default, Rule(bool), doc)
 
 

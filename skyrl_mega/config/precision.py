@@ -68,7 +68,8 @@ def environment(precision: PrecisionConfig) -> dict[str, str]:
 
 @raising
 def check_precision(c: Config) -> Refusals:
-    """Rejects settings of `policy.precision` without effect, or unsupported by megatron-core or Transformer Engine."""
+    """Raises a UserError for settings of `policy.precision` without effect, or unsupported on the device or by other
+    settings."""
     p = c.policy.precision
     for name in ("first_layers", "last_layers") if p.recipe == "model" else ():
         if getattr(p, name):

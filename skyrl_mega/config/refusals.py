@@ -30,7 +30,8 @@ def raise_first(config: Config, refusals: Refusals) -> None:
 
 
 def raising(rule: Callable[Concatenate[Config, P], Refusals]) -> Callable[Concatenate[Config, P], None]:
-    """Decorates a generator of refusals: the result raises a UserError for the first refusal, or returns None."""
+    """Decorates a generator of refusals; the decorated function raises a UserError for the first refusal, or returns
+    None."""
 
     @wraps(rule)
     def check(config: Config, *args: P.args, **kwargs: P.kwargs) -> None:

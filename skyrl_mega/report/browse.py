@@ -62,7 +62,7 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
 
 
 class Pieces:
-    """Table of distinct (token id, text) pairs of a page; token views refer to rows of this table."""
+    """Table of the distinct tokens of a page as (token id, text); other data of the page refer to its rows."""
 
     def __init__(self) -> None:
         self.table: list[tuple[int, str | None]] = []

@@ -210,8 +210,12 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def short(value: float, step: float) -> str:
-    """Returns a tick's label, with enough digits to differ from a neighbour at distance `step`: 1200 → 1.2k, 0.00003 →
-    3e-5."""
+    """Returns a tick's label, with enough digits to differ from a neighbour: 1200 → 1.2k, 0.00003 → 3e-5.
+
+    Args:
+        value: The number.
+        step: Distance between two ticks.
+    """
     if abs(value) < step / 1e6:
         return "0"
     if max(abs(value), step) < 1e-3 or abs(value) >= 1e15:

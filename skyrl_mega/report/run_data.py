@@ -86,7 +86,7 @@ class RunData:
 
     @cached_property
     def names(self) -> list[str]:
-        """All metrics, in order of first appearance."""
+        """Names of all metrics of the run, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
     @property
@@ -126,7 +126,7 @@ class RunData:
 
     @cached_property
     def events(self) -> list[EventLine]:
-        """The events of the run, in order."""
+        """Events of the run, in order; read from `events.jsonl` on first use."""
         return events.read(self.folder)
 
     @property
@@ -141,7 +141,7 @@ class RunData:
 
     @cached_property
     def findings(self) -> list[FindingKind]:
-        """Health findings, ordered by first step."""
+        """Health findings by kind, ordered by their first step."""
         first_seen: dict[str, tuple[int, str]] = {}
         for event in self.events:
             if event.kind == "health" and isinstance(step := event.facts.get("step"), int):
@@ -194,7 +194,7 @@ class RunData:
 
     @cached_property
     def marks(self) -> list[story.StepMark]:
-        """The marks of plots over steps."""
+        """Marks of resumes and failures for plots over steps."""
         return story.marks(self.events)
 
     @property

@@ -129,9 +129,9 @@ def _members() -> dict[str, list[tuple[str, str]]]:
 
 @raising
 def check_paths(c: Config) -> Refusals:
-    """Rejects settings with a path that has a name of more than `LONGEST_NAME` bytes between slashes.
+    """Raises a UserError for a path with a name of more than `LONGEST_NAME` bytes between slashes.
 
-    File systems raise an error for such a path.
+    File systems accept no such path.
     """
     paths_by_key = {
         "run.name": [c.run.name],

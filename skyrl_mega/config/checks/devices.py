@@ -30,7 +30,11 @@ INCOMPATIBLE_ARGUMENTS = {
 
 @raising
 def check_residency(c: Config) -> Refusals:
-    """Rejects parts in `residency.keep` without an owner, and parts unable to leave the device."""
+    """Raises a UserError for a useless entry in `residency.keep`, or a part that must leave the device but cannot.
+
+    Useless are repeated entries, `critic` without a critic, and `optimizer` with a streamed optimizer. Some options of
+    vLLM and DDP keep engine weights, KV cache or buffers from leaving.
+    """
     keep, critic = c.residency.keep or (), has_critic(c)
     yield from duplicates("residency.keep", keep)
     if "critic" in keep and not critic:
@@ -54,7 +58,8 @@ def check_residency(c: Config) -> Refusals:
 
 @raising
 def check_profile(c: Config) -> Refusals:
-    """Rejects steps and ranks to profile beyond those of the run, repeated entries, and ranks without steps."""
+    """Raises a UserError if `telemetry.profile` names a step or rank that the run does not have, an entry twice, or
+    ranks without steps."""
     profile, ranks, steps = c.telemetry.profile, policy_ranks(c), c.run.steps
     yield from profile.refusals()
     beyond = [rank for rank in profile.ranks if rank >= ranks]
@@ -68,7 +73,8 @@ def check_profile(c: Config) -> Refusals:
 
 @raising
 def check_deterministic(c: Config) -> Refusals:
-    """Rejects a deterministic run with a time limit on trajectories, or without Megatron's deterministic mode."""
+    """Raises a UserError for a deterministic run with a time limit on trajectories, or with Megatron's deterministic
+    mode turned off."""
     fix = "leave it out, or give run.deterministic=false"
     if c.run.deterministic and c.rollout.trajectory_timeout_s is not None:
         why = "the clock would end trajectories, and run.deterministic=true allows null only"
@@ -80,7 +86,8 @@ def check_deterministic(c: Config) -> Refusals:
 
 @raising
 def check_environment(c: Config) -> Refusals:
-    """Rejects impossible combinations of rollout workers, slots and determinism."""
+    """Raises a UserError for more rollout workers than slots or threads, two environments for the same rows, or a
+    deterministic run with rollout workers or limited slots."""
     yield from c.environment.refusals()
     waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
     fix = "leave it out, or give run.deterministic=false"
@@ -92,12 +99,12 @@ def check_environment(c: Config) -> Refusals:
 
 @raising
 def check_enough(c: Config, prompts: int, what: str) -> Refusals:
-    """Rejects a step with more prompts than in all epochs together; accepts any number if `run.steps` is 0.
+    """Raises a UserError if a step needs more prompts than all epochs together have; not if `run.steps` is 0.
 
     Args:
         c: The settings.
-        prompts: Number of prompts.
-        what: Description of the prompts for the error message.
+        prompts: Number of prompts in an epoch.
+        what: Description of the prompts for the error message, such as `rows in data.train`.
     """
     if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
         yield (
@@ -113,6 +120,9 @@ def check_cluster(c: Config, planned: bool) -> None:
     Args:
         c: The settings.
         planned: True if nothing will be started: `cluster.device=auto` then means GPUs.
+
+    Raises:
+        UserError: A setting does not fit the device, or GPUs are too few.
     """
     check_topology(c)
     check_engines(c, planned)
@@ -123,7 +133,7 @@ def check_cluster(c: Config, planned: bool) -> None:
 
 @raising
 def check_spec(c: Config) -> Refusals:
-    """Rejects Transformer Engine's layers on a CPU."""
+    """Raises a UserError for `policy.spec=te` (Transformer Engine) with `cluster.device=cpu`."""
     if c.policy.spec == "te" and c.cluster.device == "cpu":
         why = "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto"
         yield "policy.spec", why
@@ -131,9 +141,15 @@ def check_spec(c: Config) -> Refusals:
 
 @raising
 def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refusals:
-    """Checks that the cluster has enough GPUs: policy, reference, critic (`training` only) and engines each need
-    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node; in a plan it may take
-    several whole nodes."""
+    """Raises a UserError if the cluster has too few GPUs, or a tensor parallel group or an engine would cross nodes.
+
+    Policy, reference, critic and engines need separate GPUs, except engines colocated with policy ranks.
+
+    Args:
+        c: The settings.
+        training: False to count only the engines, for an evaluation.
+        planned: True if nothing will be started: an engine may then take several whole nodes.
+    """
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     engines = c.rollout.engines * engine_ranks(c.rollout)
     if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):

@@ -71,7 +71,8 @@ ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
 
 @raising
 def check_rollout(c: Config) -> Refusals:
-    """Rejects contradicting limits, and options controlled by the run."""
+    """Raises a UserError for contradicting limits on tokens or time in rollouts, evaluation and retrieval, or for
+    options of vLLM or of the chat template that the run sets itself."""
     r, retriever, response = c.rollout, c.environment.retriever, response_limit(c.rollout)
     yield from r.sampling.refusals()
     yield from c.evaluation.refusals()
@@ -110,7 +111,7 @@ def _controlled(key: str, options: Mapping[str, Any], controlled: Mapping[str, s
 
 @raising
 def check_endpoint(c: Config) -> Refusals:
-    """Rejects conversations other than messages, as an endpoint renders messages itself."""
+    """Raises a UserError unless `rollout.conversation` is `messages`: an endpoint renders messages itself."""
     if c.rollout.conversation != "messages":
         why = "an endpoint takes messages and renders them"
         yield "rollout.conversation", why, "give rollout.conversation=messages, or evaluate without --endpoint"
@@ -118,7 +119,7 @@ def check_endpoint(c: Config) -> Refusals:
 
 @raising
 def check_topology(c: Config) -> Refusals:
-    """Checks the links of a node, and the engine settings used by the transfer plan."""
+    """Raises a UserError for more NICs than GPUs, or for an invalid data parallel size or KV cache type of engines."""
     yield from c.cluster.refusals()
     data = c.rollout.options.get("data_parallel_size", 1)
     if not isinstance(data, int) or data < 1:
@@ -131,7 +132,12 @@ def check_topology(c: Config) -> Refusals:
 
 @raising
 def check_engines(c: Config, planned: bool = False) -> Refusals:
-    """Rejects parallel engines not supported in a run; with `planned`, only engines not supported on a CPU."""
+    """Raises a UserError for engines with data-parallel replicas, or with expert parallelism on a CPU.
+
+    Args:
+        c: The settings.
+        planned: True if nothing will be started: data-parallel replicas are then accepted.
+    """
     if engine_data(c.rollout) > 1 and not planned:
         why = "not yet available in a run; --dry-run and python -m skyrl_mega.weights plan know it; give 1"
         yield "rollout.options.data_parallel_size", why
@@ -142,7 +148,7 @@ def check_engines(c: Config, planned: bool = False) -> Refusals:
 
 @raising
 def check_wire(c: Config) -> Refusals:
-    """Rejects quantised weights of another kind than the weight sync sends."""
+    """Raises a UserError for engines with quantised weights in a format that no weight sync sends."""
     options, key = c.rollout.options, "rollout.options.quantization"
     kind = options.get("quantization")
     if options.get("quantization_config"):

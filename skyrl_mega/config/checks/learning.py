@@ -20,7 +20,8 @@ each step."""
 
 @raising
 def check_samples(c: Config) -> Refusals:
-    """Rejects samples and estimators without a difference to learn from, and unused or missing references."""
+    """Raises a UserError if the samples of a prompt cannot differ, a reference is unused or wrong, or the length
+    penalty exceeds a response."""
     a, samples, compares = c.algorithm, c.data.samples_per_prompt, c.algorithm.advantage_traits.compares
     if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
@@ -51,7 +52,7 @@ def check_samples(c: Config) -> Refusals:
 
 @raising
 def check_algorithm(c: Config) -> Refusals:
-    """Rejects advantages and losses without effect on the given samples."""
+    """Raises a UserError for advantages or a loss without effect on the given samples, or with a missing setting."""
     a, limit = c.algorithm, response_limit(c.rollout)
     if a.whiten == "group" and c.data.samples_per_prompt < 2:
         yield (
@@ -78,7 +79,8 @@ def check_algorithm(c: Config) -> Refusals:
 
 @raising
 def check_critic(c: Config) -> Refusals:
-    """Rejects critic settings without a critic, and values without training of critic or policy."""
+    """Raises a UserError for non-default critic settings without a critic, or with which critic or policy would never
+    be trained."""
     if not has_critic(c):
         for group, settings, defaults in (
             ("critic", c.critic, CriticConfig()),
@@ -98,7 +100,8 @@ def check_critic(c: Config) -> Refusals:
 
 @raising
 def check_asynchrony(c: Config) -> Refusals:
-    """Rejects settings incompatible with the overlap of generation and training, and uncorrected staleness."""
+    """Raises a UserError for settings incompatible with `asynchrony.mode`, or staleness without an off-policy
+    correction."""
     mode, staleness, corrected = c.asynchrony.mode, c.asynchrony.max_staleness, has_correction(c.algorithm)
     usual = staleness in (0, DEFAULT_STALENESS)
     if mode == "off":

@@ -12,7 +12,7 @@ OFF = "or policy.moe.replay=off"
 
 @raising
 def check_replay(c: Config) -> Refusals:
-    """Rejects settings with impossible or useless router replay."""
+    """Raises a UserError if `policy.moe.replay` is impossible with other settings, or has no effect with them."""
     replay, options = c.policy.moe.replay, c.policy.options
     if replay == "off":
         return
@@ -54,7 +54,10 @@ def check_replay(c: Config) -> Refusals:
 
 @raising
 def check_speed(c: Config) -> Refusals:
-    """Rejects ignored or wrong combinations of `fusions`, `recompute`, `offload_layers`, `moe.dispatcher`, `head`."""
+    """Raises a UserError for a setting of speed or memory that is ignored or fails with other settings of the run.
+
+    Checks `fusions`, `recompute`, `offload_layers`, `moe.dispatcher` and `logit_chunk` of the policy.
+    """
     p, local, default = c.policy, _no_transformer_engine(c), PolicyConfig().logit_chunk
     yield from _fusion_refusals(c, local)
     # megatron-core 0.16 recomputes norms and activations with Transformer Engine's functions, and crashes without them.

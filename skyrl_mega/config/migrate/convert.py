@@ -84,7 +84,11 @@ def _numeric(value: Any) -> float:
 
 
 def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to every setting in `here`."""
+    """Copies the value to every setting in `here`.
+
+    Raises:
+        Dropped: A setting does not allow the value.
+    """
     return {key: fitted(key, value) for key in here}, ""
 
 
@@ -287,6 +291,9 @@ def sequences(value: Any, here: Sequence[str], argument: Any, state: Translation
     """Converts a number of sequences per micro-batch to tokens: number × maximum sequence length.
 
     The result is at most 8,192 tokens, or a single sequence if longer.
+
+    Raises:
+        Dropped: The value is no number.
     """
     length = longest(state)
     tokens = int(_numeric(value)) * length
@@ -307,6 +314,9 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: Translatio
     """Divides the value by `argument`, a number or the key of our setting; the result is at least 1.
 
     For a setting that is a whole number, the result is rounded up.
+
+    Raises:
+        Dropped: The value is no number.
     """
     divisor = argument if isinstance(argument, int) else state.ours(argument)
     quotient = _numeric(value) / divisor
@@ -316,12 +326,20 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 
 def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting in `here` to our setting `argument` divided by the value, rounded up to at least 1."""
+    """Sets the first setting in `here` to our setting `argument` divided by the value, rounded up to at least 1.
+
+    Raises:
+        Dropped: The value is no number.
+    """
     return {here[0]: _whole(state.ours(argument) / max(1, _numeric(value)), here[0])}, f"{argument} / {shown(value)}"
 
 
 def times(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies the value by `argument`, a number or the key of our setting."""
+    """Multiplies the value by `argument`, a number or the key of our setting.
+
+    Raises:
+        Dropped: The value is no number, or the product is not allowed.
+    """
     factor = argument if isinstance(argument, int) else state.ours(argument)
     return {key: fitted(key, _numeric(value) * factor) for key in here}, f"{shown(value)} × {shown(factor)}"
 
@@ -332,7 +350,11 @@ def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Rounds the value up to a whole number."""
+    """Sets the first setting in `here` to the value rounded up to a whole number.
+
+    Raises:
+        Dropped: The value is no number.
+    """
     return {here[0]: math.ceil(_numeric(value))}, "a whole number of weight syncs"
 
 

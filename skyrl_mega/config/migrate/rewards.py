@@ -49,7 +49,8 @@ def trl_reward(value: Any, here: Sequence[str], argument: Any, state: Translatio
     """Converts TRL's `reward_funcs`, for a single reward function, to `module:function` or `file.py:function`.
 
     Raises:
-        Dropped: Several functions, a reward model, or a function without a file; the text says how to proceed.
+        Dropped: Several functions, a reward model, or a function without an importable module; the text says how to
+            proceed.
     """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if len(names) != 1:

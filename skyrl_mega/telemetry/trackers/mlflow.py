@@ -121,7 +121,10 @@ class MlflowTracker:
         self._times.clear()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
-        """Stores the trajectories as an artifact file; a repeated step overwrites its file."""
+        """Stores the trajectories as an artifact file; a repeated step overwrites its file.
+
+        Never raises for a failed upload: returns a line for the user on the first failure, otherwise None.
+        """
         rows = {"trajectories": [asdict(t) for t in trajectories]}
         return self._store(rows, f"trajectories/step_{step:06d}.json")
 

@@ -49,7 +49,7 @@ def listed_trackers(config: TelemetryConfig) -> dict[str, str]:
 
 
 def unknown(name: str) -> str:
-    """Returns the message for an unknown tracker name, with the nearest and all allowed names and the fix."""
+    """Returns the error message for an unknown tracker name: the nearest name if any, and all allowed forms."""
     nearest = get_close_matches(name, TRACKERS, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.path_forms('class')}"

@@ -32,7 +32,7 @@ class TensorboardTracker:
         self._first = 0 if resumed_step is None else resumed_step + 1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
+        """Writes the metrics of a step to the event file, which the first call creates."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -32,8 +32,12 @@ class Trackers:
         return self._jsonl.path
 
     def start(self, config: Config, resumed_step: int | None) -> None:
-        """Starts all trackers before the first row, with the step from which the run resumes (None: from the
-        beginning)."""
+        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl.
+
+        Args:
+            config: The settings; secrets are masked.
+            resumed_step: Last step of the checkpoint; None for a run from the beginning.
+        """
         settings = masked(asdict(config))
         self._jsonl.start(settings, resumed_step)
         for other in self._others:
@@ -52,7 +56,11 @@ class Trackers:
             other.call("log_trajectories", step, trajectories)
 
     def close(self, failed: bool = False) -> None:
-        """Closes all trackers."""
+        """Closes all trackers, and waits up to `guarded.CLOSE_S` seconds for each.
+
+        Args:
+            failed: True if the run failed.
+        """
         try:
             self._jsonl.close(failed)
         finally:
