@@ -211,7 +211,7 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def step_of(file: Path) -> int | None:
-    """Returns the step in a file's name, such as `step_000010.parquet`; None for other names.
+    """Returns the step in a file's name, as in `step_000010.parquet` or `10.parquet`; None for other names.
 
     The name of a data set may end with a number too (`aime24`), and gives None.
     """

@@ -125,7 +125,7 @@ def address(host: str, listening: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if an address is a loopback address, reachable only from this machine; False for other names."""
+    """Returns True for `localhost` and loopback addresses, which only this machine reaches; False for other hosts."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name
