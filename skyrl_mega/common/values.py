@@ -45,7 +45,7 @@ class Rule:
         return self.type is list and self.low is not None
 
     def allows(self, value: Any) -> bool:
-        """Returns True if the value is valid."""
+        """Returns True if the value has the rule's type and range; None is allowed only if `nullable`."""
         return self.nullable if value is None else _TESTS[self.type](self, value)
 
     @property

@@ -38,7 +38,7 @@ _ENTRY = re.compile(rf"""\s*({_QUOTED.pattern}|(?:\$\{{[^}}]*\}}|[^,\[\]{{}}"'])
 
 
 class VerbatimFiles(FileConfigSource):
-    """Hydra's YAML files, with plain numbers and booleans as written."""
+    """Hydra's source of YAML files, with plain numbers and booleans kept as marked text (`restore_text`)."""
 
     @staticmethod
     def scheme() -> str:

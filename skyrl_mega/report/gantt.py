@@ -102,7 +102,7 @@ class Canvas:
         return LEFT + seconds / self.seconds * (self.right - LEFT)
 
     def rows(self) -> list[GanttRow]:
-        """Returns all rows from top to bottom."""
+        """Returns the rows from top to bottom: driver, policy, critic if any, engines, environments."""
         phases = {span.name for p in self.placed for span in p.step.phases}
         rows = [GanttRow("driver", 20, lambda top: self._phases(top, 20)), self._ranks("policy", POLICY)]
         if phases & set(CRITIC):

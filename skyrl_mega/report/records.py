@@ -88,7 +88,7 @@ class Record:
 
     @property
     def truncated(self) -> bool:
-        """True if a limit ended the trajectory."""
+        """True if a limit on tokens, turns or time ended the trajectory."""
         return self.status.startswith("truncated")
 
     @property

@@ -45,22 +45,22 @@ class ConcurrencySeries:
 
     @classmethod
     def empty(cls, start: float, end: float) -> Self:
-        """Returns a series with count 0."""
+        """Returns a series from `start` to `end`, in seconds of the wall clock, with count 0."""
         return cls.from_intervals([start, end], [0.0], [0.0])
 
     @property
     def lengths(self) -> Floats:
-        """Seconds of each interval."""
+        """Length of each of the n intervals in seconds, float64 [n]."""
         return np.diff(self.times)
 
     @property
     def counts(self) -> Floats:
-        """Mean count of each interval."""
+        """Mean count of each interval, float64 [n]: integral / length."""
         return np.diff(self.sums) / self.lengths
 
     @property
     def shares(self) -> Floats:
-        """Share of each interval with a count above 0."""
+        """Busy share of each interval, float64 [n], from 0 to 1: seconds with a count above 0 / length."""
         return np.clip(np.diff(self.busy) / self.lengths, 0.0, 1.0)
 
     def at(self, times: Sequence[float] | Floats) -> Self:

@@ -95,7 +95,7 @@ class StepTimeline:
 
 
 def file_name(step: int) -> str:
-    """Returns the file name of a step's timeline."""
+    """Returns the file name of a step's timeline, such as `step_000010.json.gz`."""
     return f"step_{step:06d}.json.gz"
 
 

@@ -37,7 +37,7 @@ ABSENT = "·"
 
 
 def header() -> str:
-    """Returns the headings, aligned with `row`."""
+    """Returns the line of headings of the table of steps, aligned with `row`."""
     return "step".rjust(6) + "".join(column.title.rjust(column.width + 1) for column in COLUMNS)
 
 

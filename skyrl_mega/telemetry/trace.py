@@ -121,7 +121,7 @@ class TraceWriter:
             self.event({"ph": "C", "name": what, "pid": pid, "tid": 0, "ts": ts, "args": {what: round(value, 3)}})
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Writes an event with `ts` in microseconds since `zero`."""
+        """Writes an event of the trace-event format; its `ts`, if any, is in microseconds since `zero`."""
         self._out.write(_line(event))
 
     def append(self, part: Path) -> None:

@@ -212,7 +212,7 @@ def model(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a model's path like `model`; null stays null."""
+    """Copies a model's path to every setting in `here`, like `model`; null stays null."""
     return model(value, here, None, state) if value is not None else same(None, here, None, state)
 
 

@@ -59,7 +59,7 @@ class Rules:
 
 @cache
 def rules(program: str) -> Rules:
-    """Returns the rules of a program as named in `other_programs/table.yaml`."""
+    """Returns the translation rules of a program (SkyRL, verl, slime or TRL), from `translation.yaml`."""
     content = _file()
     switches = {
         key: Switch(value["default"], {name: tuple(keys) for name, keys in value.items() if name != "default"})

@@ -33,7 +33,7 @@ _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "
 
 @dataclass(frozen=True)
 class Argument:
-    """A word of a command."""
+    """A word of a command, after expansion of variables."""
 
     text: str
     """The word with variables replaced, or as written if `unresolved`."""

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[^\s\\'\"$`;|&()<>]+")
 
 @dataclass(frozen=True)
 class WordPiece:
-    """A part of a word."""
+    """A part of a word: text, a variable, arithmetic or a command."""
 
     kind: str
     """text, variable (`$X`, `${X:-1}`), arithmetic (`$((…))`) or command (`$(…)`)."""
@@ -33,7 +33,7 @@ class WordPiece:
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command."""
+    """A word of a command, before expansion of variables."""
 
     pieces: tuple[WordPiece, ...]
     """Parts of the word, in order."""

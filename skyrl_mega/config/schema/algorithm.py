@@ -29,7 +29,7 @@ from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConf
 
 @dataclass
 class KlConfig:
-    """KL to the reference, in the loss or in the reward."""
+    """KL penalty to the reference policy, in the loss or in the reward."""
 
     coefficient: float = at_least(0, 0.0)
     """Factor of the KL estimate; 0 runs without a reference."""

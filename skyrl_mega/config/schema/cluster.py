@@ -54,7 +54,7 @@ class RatesConfig:
 
 @dataclass
 class ClusterConfig:
-    """Nodes and GPUs of the run."""
+    """Nodes and GPUs of the run: numbers, memory, speed, and time limits of actors."""
 
     device: str = one_of("auto", "cpu", "cuda")
     """Device of policy and engines; auto selects CUDA if a GPU is visible."""

@@ -10,7 +10,7 @@ from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 @dataclass
 class DataConfig:
-    """Prompts."""
+    """Prompts of training and evaluation: files, and numbers of prompts and samples per step."""
 
     folder: Optional[str] = None
     """Folder of the recipe's files. Used only through `${data.folder}` in other settings; a single key then moves all

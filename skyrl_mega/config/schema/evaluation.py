@@ -10,7 +10,7 @@ from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 @dataclass
 class EvaluationConfig:
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts: interval, number of samples, and sampling."""
 
     every: int = at_least(0, 10)
     """RL steps between evaluations; the last of `run.steps` is evaluated as well. 0 evaluates only before the first

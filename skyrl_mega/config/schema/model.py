@@ -18,7 +18,7 @@ WITHOUT_EXPERTS = ("qwen3", "qwen2", "llama")
 
 @dataclass
 class BuildConfig:
-    """A small model with random weights."""
+    """Sizes of a small model with random weights, for tests and examples."""
 
     architecture: str = one_of(*WITH_EXPERTS, *WITHOUT_EXPERTS)
     """Architecture named in config.json."""
@@ -51,7 +51,7 @@ class BuildConfig:
 
 @dataclass
 class ModelConfig:
-    """The trained model."""
+    """The trained model: folder, number type and maximum length."""
 
     path: str = ""
     """Hugging Face directory with config.json, safetensors and tokenizer."""

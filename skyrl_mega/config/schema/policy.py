@@ -39,7 +39,7 @@ class LayoutConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with a schedule."""
+    """AdamW with a learning rate schedule."""
 
     lr: float = at_least(0, 1e-6)
     """Peak learning rate."""
@@ -123,7 +123,7 @@ class MoeConfig:
 
 @dataclass
 class PolicyConfig:
-    """The Megatron policy."""
+    """Settings of the Megatron policy: ranks, layout, optimizer, and the speed and memory of training."""
 
     ranks: Optional[int] = between(1, MOST, None)
     """Number of processes (GPUs) of the policy; null uses nodes · gpus_per_node."""

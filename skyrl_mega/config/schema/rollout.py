@@ -10,7 +10,7 @@ from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, o
 
 @dataclass
 class SamplingConfig:
-    """Sampling of tokens."""
+    """Sampling of tokens by the engines."""
 
     temperature: float = at_least(0, 1.0)
     """Softmax temperature; 0 is greedy."""
@@ -33,7 +33,7 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    """vLLM engines and the agent loop."""
+    """Settings of the vLLM engines, and limits of trajectories in the agent loop."""
 
     engines: int = between(1, MOST, 1)
     """Number of engines; each runs in a separate actor."""

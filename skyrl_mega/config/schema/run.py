@@ -50,7 +50,7 @@ class RunConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints and resume."""
+    """Interval and number of checkpoints, resume, and export of the final weights."""
 
     every: int = at_least(0, 10)
     """RL steps between checkpoints; 0 saves none."""

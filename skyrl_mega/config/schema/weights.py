@@ -9,7 +9,7 @@ from skyrl_mega.config.schema.fields import at_least, between, one_of
 
 @dataclass
 class WeightsConfig:
-    """Weight sync from policy to engines."""
+    """Weight sync from policy to engines: number format, message size, verification and time limit."""
 
     wire: str = one_of("auto", "fp8")
     """Number format of transferred weights. auto: `model.dtype`. fp8: linear weights are sent as E4M3 with a scale per

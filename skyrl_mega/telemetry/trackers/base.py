@@ -51,5 +51,9 @@ class Tracker(Protocol):
         ...
 
     def close(self, failed: bool = False) -> None:
-        """Ends the run: finished, stopped by a signal, or `failed`."""
+        """Ends the run in the tracker.
+
+        Args:
+            failed: True if an error ended the run; False if it finished or was stopped by a signal.
+        """
         ...

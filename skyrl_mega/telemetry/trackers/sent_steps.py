@@ -37,7 +37,7 @@ class SentSteps:
         return self._run_id
 
     def begin(self, run_id: str) -> None:
-        """Records a new run of the store, without steps."""
+        """Writes the id of a new run of the store to the file, with no step sent."""
         self._run_id = run_id
         self._save(-1)
 

@@ -64,7 +64,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Creates a run, or continues the run with the same id."""
+        """Creates a wandb run, or continues the run of the resumed checkpoint; returns a line with its address."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports for wandb's authors
         os.environ.setdefault("WANDB_SILENT", "true")  # only `Console` prints on the terminal
         # default: tables are staged in the home folder
@@ -101,7 +101,7 @@ class WandbTracker:
         return place + self._sent.skipped_text(resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs a row of the history, with the step's trajectories as a table."""
+        """Logs a row of the history, with the step's trajectories as a table; skips a step already sent."""
         import wandb
 
         row: dict[str, Any] = dict(metrics)
@@ -112,11 +112,11 @@ class WandbTracker:
         self._trajectories.pop(step, None)  # only now: a failed call is retried with the same trajectories
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Keeps the trajectories for the step's row."""
+        """Keeps the trajectories until `log` sends the row of the same step; forgets those of earlier steps."""
         self._trajectories = {step: trajectories}
 
     def close(self, failed: bool = False) -> None:
-        """Ends this process's part of the run."""
+        """Ends the wandb run, with exit code 1 if `failed`; a resume continues it."""
         if self._run is not None:
             self._run.finish(exit_code=1 if failed else 0)
 
