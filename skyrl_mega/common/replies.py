@@ -54,9 +54,10 @@ class NoAnswer(Exception):
 async def ask_again(
     http: httpx.AsyncClient, verb: str, url: str, body: Any, timeout_s: float, *, retries: Retries
 ) -> tuple[httpx.Response, bytes]:
-    """Sends a request and returns the response and the bytes of the reply, whatever the status of the reply.
+    """Sends a request, with retries; returns the response and the bytes of the first reply with a final status.
 
-    Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses.
+    Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses. Every other status is
+    final, errors such as 404 included.
 
     Args:
         http: Client with the connections.
@@ -116,7 +117,7 @@ def _retry_after(response: httpx.Response) -> float:
 async def ask(
     http: httpx.AsyncClient, verb: str, url: str, body: Any, timeout_s: float
 ) -> tuple[httpx.Response, bytes]:
-    """Sends a request; returns the response and the bytes of the reply.
+    """Sends a request once; returns the response and the bytes of the reply, whatever its status.
 
     Args:
         http: Client with the connections.

@@ -23,7 +23,7 @@ KEPT = "metrics.jsonl has every step"
 
 
 class Guarded:
-    """A tracker behind a queue, started with the first call. All methods return at once and never raise.
+    """A tracker behind a queue, with a thread started by the first call. No method raises; only `close` waits.
 
     Args:
         name: Name in `telemetry.trackers`.
