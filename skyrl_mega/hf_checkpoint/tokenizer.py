@@ -13,8 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.common.safe_read import check_folder
+from skyrl_mega.common.safe_read import check_folder, read_json
 from skyrl_mega.common.values import shown
+from skyrl_mega.models.registry import ARCHITECTURES
 
 ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")
 """Texts of spaces, newlines, digits and lower-case ASCII. Any tokenizer usable by a policy returns these unchanged,
@@ -23,6 +24,8 @@ except for letters reported as unknown.
 KNOWN = ("\ta\tb\r\n", "ü ñ ж", "語 中文、日本語 한국어", "🙂 👩‍👩‍👧")
 """Texts returned unchanged, or reported as partly unknown."""
 FETCH = "fetch tokenizer.json and tokenizer_config.json again"
+TIKTOKEN = "tiktoken.model"
+"""Vocabulary of Moonlight and Kimi-K2, read by Python code in the directory."""
 
 
 def load(path: Path, key: str, *, lossless: bool = True) -> Any:
@@ -38,10 +41,19 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             case.
 
     Raises:
-        UserError: A file is not regular, config.json cannot be used, nothing can be loaded, or text is lost.
+        UserError: A file is not regular, config.json cannot be used, nothing can be loaded, text is lost, or the
+            vocabulary is tiktoken's, without a tokenizer.json.
     """
     if path.is_dir():
         check_folder(path, FETCH)
+    if (path / TIKTOKEN).is_file() and not (path / "tokenizer.json").is_file():
+        # transformers would split words by Llama 3's pattern, without an error
+        raise UserError(
+            f"its tokenizer is {TIKTOKEN} with Python code of the model's own, which is not run",
+            key=key,
+            value=path,
+            fix=f"`python -m skyrl_mega.hf_checkpoint.tokenizer_json {path}` makes tokenizer.json",
+        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config, file_tokenizer = _config(path, key), _file(path, key)
@@ -119,7 +131,8 @@ def _without_unknown(tokenizer: Any, probe: str) -> str:
 
 
 def _config(path: Path, key: str) -> Any:
-    """Returns config.json as read by transformers, the basis for the tokenizer's class; None without the file."""
+    """Returns config.json as read by transformers, the basis for the tokenizer's class; None without the file, and for
+    a `model_type` that transformers does not know."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
@@ -127,9 +140,19 @@ def _config(path: Path, key: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its values can make a model's classes raise anything
+        if isinstance(error, ValueError) and _only_known_here(path / "config.json"):
+            return None
         raise UserError(
             f"config.json cannot be used: {_error_text(error)}", key=key, value=path, fix="fetch it again"
         ) from error
+
+
+def _only_known_here(file: Path) -> bool:
+    """Returns True if a config.json has a `model_type` of this program that transformers does not know (kimi_k2)."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = read_json(file, FETCH).get("model_type")
+    return isinstance(model_type, str) and model_type in ARCHITECTURES and model_type not in CONFIG_MAPPING
 
 
 def _file(path: Path, key: str) -> Tokenizer | None:
