@@ -9,7 +9,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs, workload
+from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs, layout_checks, workload
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
@@ -61,7 +61,7 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
     hf, absent = inputs.planned_inputs(config, say)
     try:
         check(config, planned=True)
-        inputs.check_layouts(config, hf)
+        layout_checks.check_layouts(config, hf)
         fit.check(micro_tokens.with_micro_tokens(config, hf), hf)
     except UserError as error:
         raise with_fix(error, config, hf, planned=True) from error

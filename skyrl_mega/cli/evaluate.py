@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     endpoint = _endpoint(args)
     check_evaluation(config, engines=endpoint is None)
 
-    from skyrl_mega.cli import inputs
+    from skyrl_mega.cli import inputs, layout_checks
     from skyrl_mega.envs import registry
     from skyrl_mega.evaluate.identity import identity
     from skyrl_mega.evaluate.results import open_results
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     config = replace(config, environment=registry.with_absolute_paths(config.environment))
     if endpoint is None:
         hf = inputs.model_config(config)
-        inputs.check_engine(config, hf)
+        layout_checks.check_engine(config, hf)
         config = inputs.with_device(config, training=False)
     with Console(as_json=args.json) as console:
         if not args.sets:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from skyrl_mega.cli.inputs import check_layouts
+from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.schema import Config

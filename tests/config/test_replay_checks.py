@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cli.experts import check_experts
-from skyrl_mega.cli.inputs import check_layouts
+from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose

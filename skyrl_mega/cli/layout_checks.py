@@ -1,0 +1,150 @@
+"""Checks of the settings against the model: layouts of policy, reference, critic and engines, FP8, widths of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from skyrl_mega.cli.experts import check_spread
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
+from skyrl_mega.config.derived import (
+    engine_data,
+    expert_parallel,
+    fp8_parameters,
+    fp8_weights,
+    length_limit,
+    planned_device,
+)
+from skyrl_mega.config.precision import needs
+from skyrl_mega.config.schema import Config
+from skyrl_mega.engines.vllm import arguments
+from skyrl_mega.megatron import arguments as megatron_arguments
+from skyrl_mega.models import engine, fp8_widths
+from skyrl_mega.models.megatron import layer_spec
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit, fp8_blocks
+from skyrl_mega.planner.memory import critic_dims
+
+CPU_EXPERT_COLUMNS = 32
+"""vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
+twice."""
+
+
+def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
+    """Checks the layouts of policy, reference, critic and engines against the model.
+
+    Raises:
+        UserError: The model cannot be split into a layout, or megatron-core or vLLM rejects an option.
+    """
+    _check_fp8(config, hf)
+    check_engine(config, hf)
+    megatron_arguments.check(config.policy, config.critic)
+    policy, reference = fit.parallel_of(config)
+    layouts = {"policy.layout": policy, "reference.layout": reference, "critic.layout": critic_dims(config)}
+    grids = {key: grid for key, grid in layouts.items() if grid}
+    for key, grid in grids.items():
+        architecture(hf).check_layout(hf, grid, key)
+        _check_widths(config, hf, grid, key)
+        trained = key != "reference.layout"
+        if config.cluster.device == "cpu" and trained and grid.expert > 1 and grid.expert_tensor > 1:
+            raise UserError(
+                f"with {key}.expert = {grid.expert} it gathers uneven parts, which Gloo cannot"
+                "; give one of the two as 1, or run on GPUs",
+                key=f"{key}.expert_tensor",
+                value=grid.expert_tensor,
+            )
+    check_spread(config, grids)
+
+
+def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuses FP8 in policy or wire for blocks that have not been shown with it."""
+    wants = {
+        "policy.precision.recipe": needs(config.policy.precision) is not None,
+        "weights.wire": config.weights.wire == "fp8",
+    }
+    for key in (key for key, wanted in wants.items() if wanted):
+        for block in architecture(hf).describe(hf).parts:
+            block.check_fp8(key)
+
+
+def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
+    """Checks that a layout leaves widths suitable for `policy.precision`; `auto` is checked like a GPU."""
+    spec = layer_spec(config.policy.spec, planned_device(config))
+    decoder = architecture(hf).describe(hf)
+    fp8_widths.check(decoder, layout, config.policy.precision, spec, key)
+    fp8_blocks.check(config, decoder, layout)
+
+
+def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuses values of config.json with which engines would compute another model than the policy, such as other
+    routes. The maximum length may differ, and FP8 has checks of its own (`config.checks.engines`)."""
+    overrides = config.rollout.options.get("hf_overrides")
+    decoder, needed = architecture(hf).describe(hf), dict[str, Any]()
+    for block in decoder.parts:
+        needed |= block.engine_arguments(planned_device(config)).get("hf_overrides", {})
+    for key, value in overrides.items() if isinstance(overrides, Mapping) else ():
+        if key == "quantization_config" or (value == needed[key] if key in needed else _describes(hf, key, value)):
+            continue
+        raise UserError(
+            "engines would compute another model than the policy, which reads config.json alone",
+            key=f"rollout.options.hf_overrides.{key}",
+            value=shown(value),
+            fix="leave it out, or change config.json of model.path",
+        )
+
+
+def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Returns True if config.json describes the same layers with another value of a key."""
+    changed = {**hf, key: value}
+    try:
+        other = architecture(changed).describe(changed)
+    except UserError:
+        return False
+    decoder = architecture(hf).describe(hf)
+    return replace(other, max_length=decoder.max_length) == decoder
+
+
+def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
+    """Checks an engine's arguments, layout and maximum sequence length against the model.
+
+    Raises:
+        UserError: vLLM rejects an option, the engines cannot split the model, or sequences may exceed the model's
+            length.
+    """
+    arguments.check(config.rollout.options)
+    kind = architecture(hf)
+    cut = config.rollout.tensor, expert_parallel(config.rollout)
+    kind.check_engine(hf, *cut, data=engine_data(config.rollout))
+    decoder = kind.describe(hf)
+    _check_overrides(config, hf)
+    if fp8_weights(config.rollout):
+        for block in decoder.parts:
+            block.check_fp8("rollout.options")
+    if config.cluster.device == "cpu":
+        prefix = "model.build." if config.model.build else f"model.path = {config.model.path}: "
+        for block in decoder.blocks:
+            block.check_cpu_engine(prefix)
+    if fp8_parameters(config.rollout):
+        engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
+    if config.cluster.device == "cpu" and decoder.experts:
+        width = decoder.experts.width // config.rollout.tensor
+        if width % CPU_EXPERT_COLUMNS:
+            raise UserError(
+                f"leaves {width} columns of an expert to a worker; vLLM on a CPU needs a multiple "
+                f"of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model",
+                key="rollout.tensor",
+                value=config.rollout.tensor,
+            )
+    longest = config.model.max_length or decoder.max_length
+    if length_limit(config.rollout) > longest:
+        source = "model.max_length" if config.model.max_length else "max_position_embeddings"
+        has_limit = config.rollout.max_length is not None
+        lower = "it, or give null" if has_limit else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
+        raise UserError(
+            f"sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
+            f"{longest} ({source}); lower {lower}",
+            key="rollout.max_length",
+        )

@@ -1,0 +1,49 @@
+"""Engine settings that change the model: refused if the engine would compute another model than the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cli.layout_checks import check_engine
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import Config, RolloutConfig
+from skyrl_mega.models.published import known
+
+
+def check(model: str, overrides: dict[str, Any]) -> None:
+    rollout = RolloutConfig(options={"hf_overrides": overrides}, max_length=1024)
+    check_engine(Config(rollout=rollout), known(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [
+        ("DeepSeek-V3", "moe_router_dtype", "bfloat16"),
+        ("DeepSeek-V3", "topk_method", "greedy"),
+        ("DeepSeek-V3", "topk_group", 8),
+        ("Moonlight-16B-A3B", "scoring_func", "softmax"),
+        ("GLM-4.5-Air", "routed_scaling_factor", 2.5),
+        ("GLM-4.5-Air", "num_experts_per_tok", 4),
+        ("MiniMax-M2", "use_routing_bias", False),
+        ("Qwen3-30B-A3B", "norm_topk_prob", False),
+        ("Qwen3-30B-A3B", "num_hidden_layers", 2),
+    ],
+)
+def test_overrides_that_change_the_model_are_refused(model: str, key: str, value: Any) -> None:
+    line = rf"^rollout.options.hf_overrides.{key} = {value}: engines would compute another model than the policy"
+    with pytest.raises(UserError, match=line):
+        check(model, {"max_position_embeddings": 4096, key: value})
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("DeepSeek-V3", {"moe_router_dtype": "float32", "scoring_func": "sigmoid", "n_group": 8}),
+        ("GLM-4.5-Air", {"max_position_embeddings": 2048, "architectures": ["Glm4MoeForCausalLM"]}),
+        ("Kimi-K2-Instruct", {"model_type": "deepseek_v3"}),
+    ],
+)
+def test_overrides_that_leave_the_model_as_it_is_pass(model: str, overrides: dict[str, Any]) -> None:
+    check(model, overrides)
