@@ -123,6 +123,12 @@ class Decoder:
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
         return frozenset(name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
 
+    @cached_property
+    def engine_float32(self) -> frozenset[str]:
+        """Names of the parameters that vLLM keeps in float32 in a model of any dtype."""
+        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
+        return frozenset(name for index, block in layers for name in block.engine_float32(f"model.layers.{index}"))
+
     def is_moe(self, index: int) -> bool:
         """Returns True if layer `index` (global) contains routed experts."""
         return index in self.moe_layers

@@ -2,7 +2,7 @@
 
 FP8 engines (`rollout.options.quantization`, `hf_overrides.quantization_config`; docs/weight-sync.md) store a byte per
 element of a linear layer and a float32 scale per block of 128 × 128. Embedding, head, routers and norms stay in
-`model.dtype`.
+`model.dtype`. vLLM keeps some routers and all correction biases in float32 (`Block.engine_float32`).
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ class Elements:
     """Element counts of the parameters of an engine worker."""
 
     plain: int = 0
-    """Elements of never quantised parameters."""
+    """Elements of never quantised parameters in `model.dtype`."""
     linear: int = 0
     """Elements of linear layers, stored in FP8 if the engine serves FP8."""
     blocks: int = 0
     """Blocks of 128 × 128 in the linear layers."""
+    float32: int = 0
+    """Elements of parameters that stay in float32."""
 
     @property
     def all(self) -> int:
-        """Number of all elements: `plain` + `linear`."""
-        return self.plain + self.linear
+        """Number of all elements: `plain` + `linear` + `float32`."""
+        return self.plain + self.linear + self.float32
 
     def bytes(self, itemsize: int, fp8: bool) -> int:
         """Returns the bytes of all elements.
 
         Args:
-            itemsize: Bytes of an element outside of FP8.
+            itemsize: Bytes of an element outside of FP8 and float32.
             fp8: True if linear layers are in FP8, a byte per element and a scale per block.
         """
-        return self.plain * itemsize + (self.linear + self.blocks * SCALE if fp8 else self.linear * itemsize)
+        linear = self.linear + self.blocks * SCALE if fp8 else self.linear * itemsize
+        return self.plain * itemsize + linear + self.float32 * limits.itemsize("float32")
 
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.plain + other.plain, self.linear + other.linear, self.blocks + other.blocks)
+        sums = (self.plain + other.plain, self.linear + other.linear, self.blocks + other.blocks)
+        return Elements(*sums, self.float32 + other.float32)
 
     def __mul__(self, times: int) -> Elements:
-        return Elements(self.plain * times, self.linear * times, self.blocks * times)
+        return Elements(self.plain * times, self.linear * times, self.blocks * times, self.float32 * times)
 
 
 def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
@@ -70,7 +74,8 @@ def staged_bytes(config: Config, decoder: Decoder) -> int:
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0
     cut = (rollout.tensor, 0, expert_parallel(rollout), engine_data(rollout))
-    layers = (_elements(engine.shard(decoder.of_one_layer(kind), *cut), layers=True) for kind in decoder.kinds)
+    models = map(decoder.of_one_layer, decoder.kinds)
+    layers = (_elements(engine.shard(layer, *cut), layer.engine_float32, layers=True) for layer in models)
     return max(layer.linear for layer in layers) * limits.itemsize(config.model.dtype)
 
 
@@ -116,9 +121,10 @@ def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: boo
     """
     total = Elements()
     for kind, count in decoder.layer_counts():
-        shard = engine.shard(decoder.of_one_layer(kind), tensor, worker, experts_dealt, data)
-        total += _elements(shard, layers=True) * count
-    return total + _elements(shard, layers=False)
+        layer = decoder.of_one_layer(kind)
+        shard = engine.shard(layer, tensor, worker, experts_dealt, data)
+        total += _elements(shard, layer.engine_float32, layers=True) * count
+    return total + _elements(shard, frozenset(), layers=False)
 
 
 def _worker_elements(config: Config, decoder: Decoder, worker: int) -> Elements:
@@ -126,8 +132,9 @@ def _worker_elements(config: Config, decoder: Decoder, worker: int) -> Elements:
     return engine_elements(decoder, rollout.tensor, engine_data(rollout), expert_parallel(rollout), worker)
 
 
-def _elements(shard: Shard, layers: bool) -> Elements:
-    """Counts the elements of parameters inside (`layers`) or outside decoder layers."""
+def _elements(shard: Shard, float32: frozenset[str], layers: bool) -> Elements:
+    """Counts the elements of parameters inside (`layers`) or outside decoder layers; `float32`: names of parameters
+    that stay in float32."""
     linear = {piece.param for piece in shard.pieces if piece.tensor in quantised([piece.tensor])}
     total = Elements()
     for name, shape in shard.params.items():
@@ -137,6 +144,8 @@ def _elements(shard: Shard, layers: bool) -> Elements:
             *stack, rows, columns = shape
             blocks = prod(stack) * -(-rows // BLOCK) * -(-columns // BLOCK)
             total += Elements(linear=prod(shape), blocks=blocks)
+        elif name in float32:
+            total += Elements(float32=prod(shape))
         else:
             total += Elements(plain=prod(shape))
     return total

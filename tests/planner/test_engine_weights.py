@@ -19,6 +19,7 @@ from skyrl_mega.planner.memory import GIB, engine_memory
 from skyrl_mega.planner.processes import PHASES
 from skyrl_mega.planner.shared import shared_gpus
 from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
+from tests.models.test_known import BIASES, PARAMETERS
 
 HF = known("Qwen3-30B-A3B")
 D = architecture(HF).describe(HF)
@@ -43,6 +44,25 @@ def test_linear_layers_take_a_byte_and_their_scales(given: str) -> None:
     each = {n: 4 if SUFFIX in n else 1 if n in numbers else 2 for n in shard.params}
     expected = sum(prod(shape) * each[name] for name, shape in shard.params.items())
     assert engine_bytes(settings(given, "rollout.tensor=2"), D, 1) == expected
+
+
+ROUTERS = {
+    "GLM-4.5-Air": 45 * 128 * 4096,
+    "GLM-4.7-Flash": 46 * 64 * 2048,
+    "MiniMax-M2": 62 * 256 * 3072,
+    "DeepSeek-V3": 0,
+    "Qwen1.5-MoE-A2.7B": 0,
+}
+"""Elements of the routers that vLLM keeps in float32: layers with experts × experts × width; DeepSeek's compute in
+float32 with weights in the model's type."""
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_and_correction_biases_in_float32_are_counted(name: str) -> None:
+    hf = known(name)
+    decoder, biases = architecture(hf).describe(hf), BIASES.get(name, 0)
+    expected = 2 * (PARAMETERS[name] + biases) + 2 * (ROUTERS[name] + biases)
+    assert engine_bytes(settings("rollout.tensor=1"), decoder) == expected
 
 
 @pytest.mark.parametrize("given", [ONLINE, CHECKPOINT])

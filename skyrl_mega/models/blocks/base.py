@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 
@@ -191,6 +192,10 @@ class Block(Protocol):
 
     # --- vLLM ---
 
+    def engine_float32(self, source: str) -> Sequence[str]:
+        """Returns the parameters of an engine worker that vLLM keeps in float32 in a model of any dtype."""
+        return self.float32_tensors(source)
+
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Adds the block's load-time parameters on engine worker `worker` to the builder `b`, each with the pieces of
         Hugging Face tensors that fill the parameter."""
@@ -269,6 +274,17 @@ class Block(Protocol):
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         """Returns the heads and experts held by a worker, as columns of the dry run's table."""
         return {}
+
+
+def without_fp8(problem: str, key: str) -> UserError:
+    """Returns the refusal of FP8 (training, wire or engine) for a block that has not been shown with it.
+
+    Args:
+        problem: Which block.
+        key: The setting that asks for FP8.
+    """
+    fix = "give policy.precision.recipe=model, weights.wire=auto and engines without quantization"
+    return UserError(problem, key=key, fix=fix)
 
 
 def share(total: int, parts: int, index: int) -> str:

@@ -18,6 +18,7 @@ from skyrl_mega.models.blocks.base import (
     TokenFlops,
     Work,
     share,
+    without_fp8,
 )
 from skyrl_mega.models.blocks.gated_mlp import GATED, NORM, check_keys, gated_args, gated_pieces, gated_tensors
 from skyrl_mega.models.blocks.routing import ExpertRouter
@@ -73,6 +74,8 @@ class Experts(Block):
     router: ExpertRouter
     shared: SharedExpert | None = None
     names: ExpertNames = ExpertNames()
+    engine_float32_router: bool = False
+    """True if vLLM keeps the router's weight in float32."""
 
     @classmethod
     def read(
@@ -82,6 +85,7 @@ class Experts(Block):
         shared: SharedExpert | None = None,
         *,
         names: ExpertNames = ExpertNames(),
+        engine_float32_router: bool = False,
         count: Sequence[str] = COUNT,
         width: str = "moe_intermediate_size",
     ) -> Experts:
@@ -92,6 +96,7 @@ class Experts(Block):
             router: The router.
             shared: The shared expert; None for a model without.
             names: Names on disk and in vLLM.
+            engine_float32_router: True if vLLM keeps the router's weight in float32.
             count: Possible keys for the number of experts; the first present key is read.
             width: Key for the intermediate size of an expert.
 
@@ -118,6 +123,7 @@ class Experts(Block):
             router=router,
             shared=shared,
             names=names,
+            engine_float32_router=engine_float32_router,
         )
 
     def facts(self) -> Mapping[str, int]:
@@ -173,11 +179,7 @@ class Experts(Block):
 
     def check_fp8(self, key: str) -> None:
         if self.router.score != "softmax" or self.shared or self.names != ExpertNames():
-            raise UserError(
-                "FP8 has been tested with Qwen3's experts only (softmax router, no shared expert)",
-                key=key,
-                fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
-            )
+            raise without_fp8("FP8 has been tested with Qwen3's experts only (softmax router, no shared expert)", key)
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
@@ -251,6 +253,10 @@ class Experts(Block):
         """Returns, for a sigmoid router, the vLLM argument for router logits in float32 as in megatron-core, instead of
         the model's type; {} for a softmax router. Only vLLM's DeepSeek layers read the argument."""
         return {"hf_overrides": {"moe_router_dtype": "float32"}} if self.router.score == "sigmoid" else {}
+
+    def engine_float32(self, source: str) -> Sequence[str]:
+        router = (self._router(source),) if self.engine_float32_router else ()
+        return (*router, *self.float32_tensors(source))
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Adds an engine worker's parameters to `b`: w13 [experts, gate rows then up rows, hidden], w2 [experts,

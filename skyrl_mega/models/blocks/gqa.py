@@ -19,6 +19,7 @@ from skyrl_mega.models.blocks.base import (
     TokenFlops,
     Work,
     share,
+    without_fp8,
 )
 from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
 from skyrl_mega.models.shard_builder import ShardBuilder
@@ -222,11 +223,7 @@ class GroupedQueryAttention(Block):
 
     def check_fp8(self, key: str) -> None:
         if self.qk_norm == "all_heads":
-            raise UserError(
-                "FP8 has not been tested with a norm over all heads of queries and keys",
-                key=key,
-                fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
-            )
+            raise without_fp8("FP8 has not been tested with a norm over all heads of queries and keys", key)
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)

@@ -23,6 +23,7 @@ from skyrl_mega.models.blocks.base import (
     TokenFlops,
     Work,
     share,
+    without_fp8,
 )
 from skyrl_mega.models.blocks.gqa import NORM, ROPE_THETA
 from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
@@ -189,11 +190,7 @@ class LatentAttention(Block):
         return (Cut("tensor", "attention heads", self.heads, "heads"),)
 
     def check_fp8(self, key: str) -> None:
-        raise UserError(
-            "FP8 has not been tested with multi-head latent attention",
-            key=key,
-            fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
-        )
+        raise without_fp8("FP8 has not been tested with multi-head latent attention", key)
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Adds a policy rank's parameters to `b`: whole down-projections, and the rank's heads of the up-projections.

@@ -42,12 +42,20 @@ def describe(hf: Hf) -> Decoder:
     return read_decoder(hf, latent_layers(hf, layers), engine_ties=False)
 
 
-def latent_layers(hf: Hf, moe: list[bool]) -> list[tuple[LatentAttention, Experts | GatedMlp]]:
-    """Returns the blocks of each layer: latent attention, then experts where `moe` is True, else a dense part."""
+def latent_layers(
+    hf: Hf, moe: list[bool], engine_float32_router: bool = False
+) -> list[tuple[LatentAttention, Experts | GatedMlp]]:
+    """Returns the blocks of each layer: latent attention, then experts where `moe` is True, else a dense part.
+
+    Args:
+        hf: Content of config.json.
+        moe: True for each layer with experts.
+        engine_float32_router: True if vLLM keeps the router's weight in float32.
+    """
     attention, dense = LatentAttention.read(hf), GatedMlp.read(hf)
     shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
     router = ExpertRouter.sigmoid(hf, integer(hf, "num_experts_per_tok"))
-    experts = Experts.read(hf, router, shared, count=COUNT)
+    experts = Experts.read(hf, router, shared, engine_float32_router=engine_float32_router, count=COUNT)
     return [(attention, experts if has_experts else dense) for has_experts in moe]
 
 

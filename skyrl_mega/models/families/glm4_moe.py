@@ -49,7 +49,8 @@ def describe(hf: Hf) -> Decoder:
     )
     shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
     router = ExpertRouter.sigmoid(hf, integer(hf, "num_experts_per_tok"))
-    experts, dense = Experts.read(hf, router, shared, count=COUNT), GatedMlp.read(hf)
+    experts = Experts.read(hf, router, shared, engine_float32_router=True, count=COUNT)
+    dense = GatedMlp.read(hf)
     return read_decoder(
         hf,
         [(attention, experts if has_experts else dense) for has_experts in dense_first_layers(hf)],

@@ -36,7 +36,7 @@ def describe(hf: Hf) -> Decoder:
     listed = hf.get("mlp_layer_types")  # transformers reads the list, vLLM the number
     if listed is not None and listed != [PARTS[has_experts] for has_experts in moe]:
         raise unsupported(hf, "mlp_layer_types", "dense for the first first_k_dense_replace layers, then sparse")
-    return read_decoder(hf, latent_layers(hf, moe), engine_ties=False)
+    return read_decoder(hf, latent_layers(hf, moe, engine_float32_router=True), engine_ties=False)
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:

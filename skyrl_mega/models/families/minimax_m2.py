@@ -41,7 +41,14 @@ def describe(hf: Hf) -> Decoder:
     integer(hf, "num_key_value_heads")  # null is refused by the transformers class
     attention = GroupedQueryAttention.read(hf, qk_norm="all_heads", qkv_bias=False, part=part)
     router = ExpertRouter("sigmoid", renormalize=True, bias=True)
-    experts = Experts.read(hf, router, names=NAMES, count=("num_local_experts",), width="intermediate_size")
+    experts = Experts.read(
+        hf,
+        router,
+        names=NAMES,
+        engine_float32_router=True,
+        count=("num_local_experts",),
+        width="intermediate_size",
+    )
     layer = (replace(attention, engine_norm_rows=True), experts)
     return read_decoder(hf, [layer] * integer(hf, "num_hidden_layers"), engine_ties=False)
 
