@@ -14,12 +14,13 @@ from skyrl_mega.cli.dry_run_text import shape
 from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.suggest_simulated import Simulated
 from skyrl_mega.cli.tables import aligned
-from skyrl_mega.config.derived import expert_parallel, policy_ranks
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel, policy_ranks
+from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.candidates import as_arguments
+from skyrl_mega.planner.large_engines import without_engine
 from skyrl_mega.planner.memory import GIB, gpu_bytes
 from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
 
@@ -165,6 +166,9 @@ def _misfit_text(report: Report) -> str:
             f"policy.micro_tokens={policy.micro_tokens}) lacks {nearest.missing_bytes / GIB:.1f} GiB of a GPU's "
             f"{size:.1f}; {enough}"
         )
+    if no_engine := without_engine(report.config, report.decoder):
+        enough = f"{enough}; " if search.enough_gpus else ""
+        return f"{message}; {enough}{no_engine.problem}; {no_engine.fix}"
     if not search.enough_gpus:
         enough = (
             "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length), or "
@@ -192,6 +196,12 @@ def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
         lines.append(
             f"engines of {', '.join(map(str, differing))} have other blocks of FP8 than policy and wire, and round "
             "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
+        )
+    large = [n for n, row in enumerate(choices, start=1) if _spans_nodes(row.suggestion.config)]
+    if large:
+        lines.append(
+            f"engines of {', '.join(map(str, large))} lie on several nodes, as none inside a node holds the model and "
+            "a sequence: they are planned alone, and a run refuses them"
         )
     return lines
 
@@ -300,7 +310,7 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         layout(s.parallel),
         str(policy.micro_tokens),
         policy.recompute + (f"/{policy.offload_layers}" if policy.offload_layers else ""),
-        f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}{' *' * row.partial_blocks}",
+        f"{rollout.engines} × {_engine(rollout)}{' *' * row.partial_blocks}",
         f"{rollout.memory_fraction:g}",
         _keep(s),
         f"{s.kv_tokens:,}",
@@ -309,6 +319,17 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
         "–" if saved is None else f"{saved:.0%}",
     )
+
+
+def _spans_nodes(config: Config) -> bool:
+    """Returns True if an engine has more GPUs than a node."""
+    return engine_ranks(config.rollout) > config.cluster.gpus_per_node
+
+
+def _engine(rollout: RolloutConfig) -> str:
+    """Returns the sizes of an engine, such as `TP8 DP4 EP`."""
+    data = f" DP{engine_data(rollout)}" if engine_data(rollout) > 1 else ""
+    return f"TP{rollout.tensor}{data}{' EP' * expert_parallel(rollout)}"
 
 
 def _keep(s: Suggestion) -> str:

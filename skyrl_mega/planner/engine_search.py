@@ -3,14 +3,15 @@ search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.derived import expert_parallel, fp8_parameters, has_critic, length_limit
+from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, has_critic, length_limit
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.decoder import Decoder
@@ -35,6 +36,8 @@ KEEPS: tuple[tuple[str, ...] | None, ...] = (
 )
 """Candidates for `residency.keep` on shared GPUs. Only null (keep everything) keeps parts of engines, as sleeping
 engines copy nothing. Gradients are dropped without a copy, too."""
+SEVERAL_NODES = (2, 4, 8)
+"""Numbers of nodes of an engine, tried for a model without an engine inside a node. A run refuses such engines."""
 SHARED_PHASES = ("generate", "logprobs", "train", "sync")
 """Phases to check on a shared GPU; no other phase needs more memory."""
 
@@ -102,29 +105,63 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
     """Returns every division of `workers` GPUs into engines with enough memory for the model and the KV cache of a
     sequence of maximum length.
 
-    If some divisions keep the policy's FP8 blocks whole, returns only these. [] if no division fits.
+    If some divisions keep the policy's FP8 blocks whole, returns only these. Engines of several nodes are returned only
+    if no engine fits inside a node. [] if no division fits.
     """
-    rollout = config.rollout
-    expert_options = (
-        [{}, {"enable_expert_parallel": True}] if decoder.experts and not expert_parallel(rollout) else [{}]
-    )
-    choices = []
-    for tensor in (n for n in range(1, config.cluster.gpus_per_node + 1) if workers % n == 0):
-        for options in expert_options if tensor > 1 else [{}]:
-            cut = replace(rollout, tensor=tensor, engines=workers // tensor, options={**rollout.options, **options})
-            choice = _engine_choice(replace(config, rollout=cut), decoder)
-            if choice and plan_placement(choice.config).nodes <= config.cluster.nodes:
-                choices.append(choice)
+    sizes = [(tensor, 1) for tensor in range(1, config.cluster.gpus_per_node + 1)]
+    choices = _choices(config, decoder, workers, sizes)
+    if not choices:
+        larger = (several_nodes(config, decoder, nodes, workers) for nodes in SEVERAL_NODES)
+        choices = [choice for of_size in larger for choice in of_size]
+    choices = [choice for choice in choices if plan_placement(choice.config).nodes <= config.cluster.nodes]
     return [choice for choice in choices if engine_blocks.partial_block(choice.config, decoder) is None] or choices
+
+
+def several_nodes(config: Config, decoder: Decoder, nodes: int, workers: int | None = None) -> list[EngineChoice]:
+    """Returns the fitting engines of `nodes` whole nodes, with tensor parallelism over all GPUs first.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        nodes: Number of nodes of an engine.
+        workers: GPUs of all engines; None for a single engine.
+    """
+    node = config.cluster.gpus_per_node
+    return _choices(config, decoder, workers or nodes * node, [(nodes * node, 1), (node, nodes)])
+
+
+def _choices(config: Config, decoder: Decoder, workers: int, sizes: Iterable[tuple[int, int]]) -> list[EngineChoice]:
+    """Returns the fitting engines over `workers` GPUs, for sizes given as tensor parallelism and data-parallel replicas
+    that share experts."""
+    choices = []
+    for tensor, data in sizes:
+        if workers % (tensor * data):
+            continue
+        for options in _expert_options(config, decoder, tensor, data):
+            all_options = {**config.rollout.options, **options}
+            rollout = replace(config.rollout, tensor=tensor, engines=workers // (tensor * data), options=all_options)
+            if choice := _engine_choice(replace(config, rollout=rollout), decoder):
+                choices.append(choice)
+    return choices
+
+
+def _expert_options(config: Config, decoder: Decoder, tensor: int, data: int) -> list[dict[str, Any]]:
+    """Returns the candidates for engine options: columns of experts or whole experts on a worker; replicas have whole
+    experts, and none without experts."""
+    if data > 1:
+        return [{"enable_expert_parallel": True, "data_parallel_size": data}] if decoder.experts else []
+    if tensor == 1 or not decoder.experts or expert_parallel(config.rollout):
+        return [{}]
+    return [{}, {"enable_expert_parallel": True}]
 
 
 def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
     """Returns the engines with all fractions that leave room for the model and a sequence; None if no fraction does."""
-    sizes = config.rollout.tensor, expert_parallel(config.rollout)
+    sizes, data = (config.rollout.tensor, expert_parallel(config.rollout)), engine_data(config.rollout)
     try:
-        check(decoder, *sizes)
+        check(decoder, *sizes, data=data)
         if fp8_parameters(config.rollout):
-            check_blocks(decoder, *sizes)
+            check_blocks(decoder, *sizes, data=data)
     except UserError:
         return None
     step, is_shared = batch(config, ParallelDims()), config.cluster.shared

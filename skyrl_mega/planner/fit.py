@@ -19,6 +19,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.host_memory import host_memory
+from skyrl_mega.planner.large_engines import without_engine
 from skyrl_mega.planner.memory import (
     GIB,
     critic_dims,
@@ -52,7 +53,7 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
     """Checks the fit of the run on the nodes and in memory. Layouts must have been checked
-    (`cli.inputs.check_layouts`).
+    (`cli.layout_checks.check_layouts`).
 
     Args:
         config: The settings.
@@ -105,6 +106,8 @@ def _problems(
 def _gpu_problems(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[UserError]:
+    if no_engine := without_engine(config, decoder):
+        yield no_engine
     gpu = gpu_bytes(config)
     critic = critic_dims(config)
     grids = [("policy", parallel, policy_memory)]

@@ -17,6 +17,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import (
+    engine_data,
     expert_parallel,
     has_critic,
     length_limit,
@@ -89,6 +90,7 @@ class Suggestion:
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
             **({"rollout.options.enable_expert_parallel": True} if expert_parallel(c.rollout) else {}),
+            **({"rollout.options.data_parallel_size": data} if (data := engine_data(c.rollout)) > 1 else {}),
             "residency.keep": c.residency.keep,
         }
 

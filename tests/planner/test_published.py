@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from skyrl_mega.cli.train import main
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.derived import engine_data, engine_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.engine_search import engine_choices
 from skyrl_mega.planner.engine_weights import engine_bytes
 from skyrl_mega.planner.fit import parallel_of, problem
+from skyrl_mega.planner.memory import GIB
 from skyrl_mega.planner.times import elements
 
 RECIPE = Path(__file__).parents[2] / "configs" / "dapo.yaml"
@@ -53,6 +57,9 @@ def overrides(model: str, given: tuple[str, ...]) -> list[str]:
     return [f"model.path=models/{model}", "run.name=large", *given]
 
 
+DEEPSEEK_V3 = architecture(known("DeepSeek-V3")).describe(known("DeepSeek-V3"))
+
+
 def settings(model: str, given: tuple[str, ...]) -> Config:
     return compose(RECIPE, [*overrides(model, given), "policy.micro_tokens=16384"])
 
@@ -74,6 +81,38 @@ def test_sixteen_workers_of_deepseek_v3_do_not_fit_an_h100() -> None:
     config, hf = settings(model, (*given, "cluster.gpu_memory_gib=79.1")), known(model)
     error = problem(config, architecture(hf).describe(hf))
     assert error is not None and "the weights of rollout.tensor 16 take 79.9" in str(error)
+
+
+WITHOUT_ENGINE = {
+    "DeepSeek-V3": ("32 GPUs of 79.1 GiB on 4 nodes, rollout.tensor=32", "16 H200s .* on 2 nodes, rollout.tensor=16"),
+    "Kimi-K2-Instruct": ("64 GPUs of 79.1 GiB on 8 nodes, .*=64", "32 H200s .* on 4 nodes, rollout.tensor=32"),
+    "GLM-4.5": ("16 GPUs of 79.1 GiB on 2 nodes, rollout.tensor=16", "8 H200s .* of a node, rollout.tensor=8"),
+}
+"""The smallest engines that hold the model: of H100s, and of H200s."""
+
+
+@pytest.mark.parametrize("model", WITHOUT_ENGINE)
+def test_a_model_without_an_engine_in_a_node_names_engines_that_hold_it(model: str) -> None:
+    config, hf = settings(model, ()), known(model)
+    here, other = WITHOUT_ENGINE[model]
+    decoder = architecture(hf).describe(hf)
+    line = rf"^rollout.tensor = 8: no engine inside a node holds .*; engines that would: {here}, or {other}; --dry-run"
+    assert re.match(line, str(problem(config, decoder)))
+    least = 2 * elements(decoder) / 8 / GIB
+    weights = float(re.search(r"at least ([\d.]+) GiB of each of 8 GPUs", str(problem(config, decoder)))[1])
+    assert least < weights < 1.03 * least, "all weights over eight workers, and small parts several times"
+
+
+def test_engines_of_several_nodes_are_searched_only_where_none_fits_a_node() -> None:
+    config = settings("DeepSeek-V3", ("cluster.nodes=32",))
+    choices = engine_choices(config, DEEPSEEK_V3, 256)
+    assert {engine_ranks(choice.config.rollout) for choice in choices} == {32, 64}
+    assert {engine_data(choice.config.rollout) for choice in choices} == {1, 4, 8}
+    for choice in choices:
+        check(choice.config, planned=True)
+    smaller = settings("Qwen3-30B-A3B", ("cluster.nodes=32",))
+    hf = known("Qwen3-30B-A3B")
+    assert max(engine_ranks(c.config.rollout) for c in engine_choices(smaller, architecture(hf).describe(hf), 256)) == 8
 
 
 def test_an_engine_of_several_nodes_is_planned_and_refused_by_a_run() -> None:

@@ -1,0 +1,73 @@
+"""Models without an engine inside a node: what does not fit, and the engines and GPUs that would hold the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.engine import check
+from skyrl_mega.planner.engine_search import SEVERAL_NODES, several_nodes
+from skyrl_mega.planner.engine_weights import engine_bytes
+from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu
+
+H200_GIB = 139.8
+"""GiB reported by CUDA for an H200 of 141 GB."""
+
+
+def without_engine(config: Config, decoder: Decoder) -> UserError | None:
+    """Returns the error of a model whose weights no engine inside a node holds; None if an engine does, on CPUs, and
+    for engines of several nodes, whose memory is checked like that of any engine."""
+    node, size = config.cluster.gpus_per_node, gpu_bytes(config)
+    if on_cpu(config) or engine_ranks(config.rollout) > node:
+        return None
+    needed = min(_weights_inside_a_node(config, decoder), default=0)
+    if needed <= size:
+        return None
+    here, gpus = config.cluster.gpu_memory_gib, {f"GPUs of {size / GIB:.1f} GiB": size / GIB}
+    if here is None or here < H200_GIB:
+        gpus[f"H200s (cluster.gpu_memory_gib={H200_GIB})"] = H200_GIB
+    engines = [text for name, gib in gpus.items() if (text := _smallest(config, decoder, name, gib))]
+    would = f"that would: {', or '.join(engines)}" if engines else f"of up to {SEVERAL_NODES[-1]} nodes do not either"
+    return UserError(
+        f"no engine inside a node holds the model: the weights take at least {needed / GIB:.1f} GiB of each of {node} "
+        f"GPUs (cluster.gpus_per_node), which have {size / GIB:.1f}",
+        key="rollout.tensor",
+        value=config.rollout.tensor,
+        fix=f"engines {would}; --dry-run and --suggest plan engines of several nodes, and a run refuses them",
+    )
+
+
+def _weights_inside_a_node(config: Config, decoder: Decoder) -> Iterator[int]:
+    """Yields the weights of a worker in bytes, for every size of an engine inside a node."""
+    data = engine_data(config.rollout)
+    for tensor in range(1, config.cluster.gpus_per_node // data + 1):
+        try:
+            check(decoder, tensor, expert_parallel(config.rollout), data=data)
+        except UserError:
+            continue
+        yield engine_bytes(replace(config, rollout=replace(config.rollout, tensor=tensor)), decoder)
+
+
+def _smallest(config: Config, decoder: Decoder, gpus: str, gib: float) -> str | None:
+    """Returns a description of the smallest engine of whole nodes that fits these GPUs; None if none fits.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        gpus: Name of the GPUs.
+        gib: Memory of a GPU.
+    """
+    cluster = replace(config.cluster, gpu_memory_gib=gib)
+    for nodes in (1, *SEVERAL_NODES):
+        for choice in several_nodes(replace(config, cluster=cluster), decoder, nodes):
+            rollout = choice.config.rollout
+            data = engine_data(rollout)
+            options = f" rollout.options.data_parallel_size={data}" if data > 1 else ""
+            whole = " rollout.options.enable_expert_parallel=true" if expert_parallel(rollout) else ""
+            where = f"on {nodes} nodes" if nodes > 1 else "of a node"
+            return f"{engine_ranks(rollout)} {gpus} {where}, rollout.tensor={rollout.tensor}{options}{whole}"
+    return None
