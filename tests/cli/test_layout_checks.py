@@ -8,6 +8,7 @@ import pytest
 
 from skyrl_mega.cli.layout_checks import check_engine
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.published import known
 
@@ -32,7 +33,7 @@ def check(model: str, overrides: dict[str, Any]) -> None:
     ],
 )
 def test_overrides_that_change_the_model_are_refused(model: str, key: str, value: Any) -> None:
-    line = rf"^rollout.options.hf_overrides.{key} = {value}: engines would compute another model than the policy"
+    line = rf"^rollout.options.hf_overrides.{key} = {shown(value)}: engines would compute another model than the policy"
     with pytest.raises(UserError, match=line):
         check(model, {"max_position_embeddings": 4096, key: value})
 

@@ -266,6 +266,23 @@ def test_where_nothing_fits_it_says_why(
     assert out.count("\n") == 1
 
 
+DEEPSEEK = ["--config", "configs/dapo.yaml", "model.path=models/DeepSeek-V3", "run.name=x", "--suggest"]
+
+
+def test_a_model_without_an_engine_in_a_node_has_engines_of_several_nodes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*DEEPSEEK, "256", "cluster.nodes=32"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^note: engines of 1.* lie on several nodes, .* a run refuses them$", out, re.MULTILINE), out
+    assert re.search(r"engines 4 × TP8 DP8 EP", out) and "rollout.options.data_parallel_size=8" in out
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 1)
+    assert main([*DEEPSEEK, "16"]) == 2
+    out = capsys.readouterr().out
+    assert re.search(r"no engine inside a node holds the model: .* 32 GPUs .* on 4 nodes, .* 16 H200s", out), out
+    assert out.count("\n") == 1
+
+
 GIB = 2**30
 
 

@@ -13,6 +13,7 @@ from tiktoken import Encoding
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.hf_checkpoint import tokenizer_json
 from skyrl_mega.hf_checkpoint.tokenizer import load
 from skyrl_mega.hf_checkpoint.tokenizer_json import check_equal, convert, main
 from skyrl_mega.rollout.agent.renderer import Renderer
@@ -27,6 +28,13 @@ raise SystemExit("the model's code runs")
 class TinyTokenizer:
     pat_str = "|".join([{", ".join(f'r"{word}"' for word in WORDS)}])
 """
+
+
+@pytest.fixture(autouse=True)
+def fewer_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_json, "JOINED", 200)
+
+
 END, CALL = "<|im_end|>", "<|call|>"
 
 
