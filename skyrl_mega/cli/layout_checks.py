@@ -60,7 +60,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuses FP8 in policy or wire for blocks that have not been shown with it."""
+    """Refuses FP8 in policy or wire for blocks that have not been tested with FP8."""
     wants = {
         "policy.precision.recipe": needs(config.policy.precision) is not None,
         "weights.wire": config.weights.wire == "fp8",

@@ -277,7 +277,7 @@ class Block(Protocol):
 
 
 def without_fp8(problem: str, key: str) -> UserError:
-    """Returns the refusal of FP8 (training, wire or engine) for a block that has not been shown with it.
+    """Returns the refusal of FP8 (training, wire or engine) for a block that has not been tested with FP8.
 
     Args:
         problem: Which block.
