@@ -97,16 +97,16 @@ def routes_are_those_that_were_drawn_with(path: Path, request: Request, completi
 
 
 def compare(sync: WeightSync) -> None:
-    """Checks the engines after a sync (no difference) and after two changes of the policy; checks change nothing."""
+    """Checks the engines after a sync (no difference) and after changes of the policy; checks change nothing."""
     for _ in range(2):
         assert [(c.engine, c.worker, c.different) for c in sync.check()] == [(0, 0, []), (0, 1, [])]
     sync.policy.call_all("change", "final_layernorm", timeout=120)
+    sync.policy.call_all("change", "decoder.layers.0.self_attention.linear_proj", timeout=120)
     sync.policy.call_all("change", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2", timeout=120)
-    for worker in sync.check():
-        # The last worker holds a column of the second projection; each stage and expert rank of two holds a column.
-        experts = {f"model.layers.{i}.mlp.experts.routed_experts.w2_weight" for i in (0, 2)} if worker.worker else set()
-        assert set(worker.different) - experts == {"model.norm.weight"}
-        assert experts <= {*worker.different}
+    for worker in (*sync.check(), *sync.check()):
+        # The last worker holds the last columns of both projections; layers 0 and 2 are the first of their stages.
+        names = ("self_attn.o_proj.weight", "mlp.experts.routed_experts.w2_weight") if worker.worker else ()
+        assert {*worker.different} == {"model.norm.weight", *(f"model.layers.{i}.{n}" for i in (0, 2) for n in names)}
     sync.sync(10)
     assert not any(c.different for c in sync.check())
 

@@ -47,6 +47,9 @@ EXPERTS = ("w13_weight", "w2_weight")
 DELIVERABLE = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
 """Load-time parameters of a quantised layer deliverable by a wire."""
 
+UNIT_VECTORS = 1024
+"""Columns of a packed weight compared at once."""
+
 
 @dataclass
 class _Layer:
@@ -255,6 +258,9 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             elif not torch.equal(place, tensor.view(place.shape).to(place.dtype)):
                 self.different.append(full_names[local_name])
         layer.separate.clear()
+        if self.checking and _packed(layer):
+            self._compare_packed(layer, full_names["weight"])
+            return
         method = getattr(layer.module, "quant_method", None)
         if method is None or (
             not layer.live and (self.checking or _quantised(layer.module) or _repacked(layer.module))
@@ -273,6 +279,21 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             # A quantised layer's new kernel would hold fresh scales; the kernel known to CUDA graphs holds the live
             # ones.
             method.moe_kernel, method.moe_quant_config = kernel
+
+    def _compare_packed(self, layer: _Layer, name: str) -> None:
+        """Compares the written weight of a packed linear layer with the products of the kernel and unit vectors.
+
+        Post-load processing would replace the packed weight by the written weight, unseen.
+        """
+        written = layer.module._parameters["weight"]
+        assert written is not None
+        self._restore_live(layer)
+        kernel, empty, columns = vars(layer.module)["cpu_linear"], layer.module._parameters["weight"], written.shape[1]
+        for part in torch.arange(columns).split(UNIT_VECTORS):
+            units = torch.nn.functional.one_hot(part, columns).to(written.dtype)
+            if not torch.equal(kernel(units, empty, None).T, written.data[:, part]):
+                self.different.append(name)
+                return
 
 
 def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> None:
@@ -330,6 +351,12 @@ def _repacked(module: Module) -> bool:
     """Returns True if the layer's kernel reads weights in another order than the load-time order."""
     method = getattr(module, "quant_method", None)
     return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend not in AS_LOADED
+
+
+def _packed(layer: _Layer) -> bool:
+    """Returns True if a linear layer on a CPU holds its weight only in packed form, and the parameter is empty."""
+    live = layer.live.get("weight")
+    return live is not None and not live.numel() and "cpu_linear" in vars(layer.module) and not _quantised(layer.module)
 
 
 def _process(method: object, module: Module) -> None:
