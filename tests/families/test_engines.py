@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
@@ -75,19 +76,27 @@ def ray() -> Iterator[None]:
         yield
 
 
+def compare(engines: ActorGroup, path: Path) -> None:
+    """Checks the log-probs of an engine's answers."""
+    completions = complete(engines, REQUESTS)
+    for request in REQUESTS:
+        assert difference_from_transformers(path, request, completions[request.id]) < TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, tmp_path: Path, name: str) -> None:
-    """Syncs a policy of TP2·EP2·PP2 to an engine of TP2, twice and after sleep; log-probs are transformers'."""
+    """Loads an engine of TP2, syncs a policy of TP2·EP2·PP2 twice and after sleep; log-probs are transformers'."""
     paths = [families / f"{name}-{seed}" for seed in (1, 0)]
     rollout, hf = RolloutConfig(tensor=2, kv_cache_gib=0.05), read_hf(paths[0])
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=WeightsConfig(timeout_s=120))
     parallel = ParallelDims(ranks=4, tensor=2, expert=2, pipeline=2)
-    group = start_engine("engine", spec_of(paths[0], rollout, sleeps=ENGINE), tmp_path)
+    group = start_engine("engine", spec_of(paths[1], rollout, sleeps=ENGINE, weights="auto"), tmp_path)
     fleet = serving(group)
     policy = holders(parallel, hf, tmp_path)
     try:
+        compare(group, paths[1])
         sync = WeightSync(policy, fleet, hf, cut(config, parallel), plans=tmp_path / "plans")
         for version, path in enumerate([*paths, paths[0]], 1):
             policy.call_all("load", path, timeout=120)
@@ -96,9 +105,7 @@ def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, t
                 fleet.wake(["engine_weights"])
             sync.sync(version)
             fleet.wake(["kv_cache"])
-            completions = complete(group, REQUESTS)
-            for request in REQUESTS:
-                assert difference_from_transformers(path, request, completions[request.id]) < TOLERANCE
+            compare(group, path)
             assert [c.different for c in sync.check()] == [[], []]
     finally:
         fleet.close()
