@@ -1,8 +1,10 @@
-"""SmolLM2, a trained model, expressed exactly as a mixture of experts: log-probs are SmolLM2's own."""
+"""SmolLM2, a trained model, expressed exactly as a mixture of experts: SmolLM2's own log-probs, and an RL step."""
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_mega.cli.weights_check import opened
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trainer import loop
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.families import engines
+from tests.families.models import CORRECTION_BIAS, read_hf
 from tests.megatron.layouts import policy_logprobs
 from tests.megatron.test_against_transformers import expected_logprobs
 from tests.support.ranks import run_ranks
@@ -59,6 +65,22 @@ MATRICES = {"gate_proj": "gate_proj", "w1": "gate_proj", "up_proj": "up_proj", "
     "w2": "down_proj",
 }
 """Matrix of an expert → matrix of SmolLM2's feed-forward part."""
+ROOT = Path(__file__).parents[2]
+GSM8K = [
+    "run.steps=1",
+    "policy.layout.pipeline=2",  # 3 key/value heads and 3 experts cannot be halved
+    "algorithm.kl.coefficient=0",  # a reference would need memory for another model
+    f"environment.classes.gsm8k={ROOT / 'tests' / 'recipes' / 'partial.py'}:Partial",  # rewards differ within a group
+    "data.prompts_per_step=2",
+    "rollout.sampling.max_tokens=24",
+    "rollout.kv_cache_gib=0.1",
+    "evaluation.every=0",
+    "evaluation.before=false",
+]
+"""Settings beyond configs/gsm8k_cpu.yaml: a step with 2 prompts of 4 samples."""
+TRAINED = ("self_attn", "routed_experts", "norm", "embed_tokens")
+"""Parts of the names of parameters with a gradient. Equal experts give routers none, a zero `down_proj` the rest of a
+shared expert."""
 
 
 def express(kind: str, smollm2: Path, path: Path) -> Path:
@@ -121,3 +143,33 @@ def test_log_probs_are_smollm2s(kind: str, smollm2: Path, tmp_path: Path) -> Non
     np.testing.assert_allclose(sharded, expected, atol=1e-4)
     [difference] = run_ranks(1, loaded, path, smollm2)
     assert difference < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_takes_a_gsm8k_step(kind: str, real_data: Path, smollm2: Path, tmp_path: Path) -> None:
+    """Takes an RL step; the engine then has the changed weights, bit by bit."""
+    path = express(kind, smollm2, tmp_path / kind)
+    for file in smollm2.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, path)
+    data = tmp_path / "data"
+    settings = [
+        *GSM8K,
+        f"model.path={path}",
+        f"data.folder={data}",
+        f"data.prepare=gsm8k --output {data} --source {real_data}/data/gsm8k --limit 40 --shots 1",
+    ]
+    with opened(str(ROOT / "configs" / "gsm8k_cpu.yaml"), settings, as_json=True) as run:
+        loop.train(run)
+        [step] = read(run.folder / "metrics.jsonl")
+        [after] = run.sync.check()
+        run.policy.load(path)
+        [source] = run.sync.check()
+    assert step["reward/std"] > 0 and step["policy/advantage_fraction"] > 0
+    assert math.isfinite(step["policy/loss"]) and step["policy/grad_norm"] > 0
+    assert 0 < step["mismatch/logprob_abs_max"] < 1e-3
+    names = architecture(read_hf(path)).engine_shard(read_hf(path), 1, 0).params.keys()
+    assert after.parameters == len(names) and after.different == []
+    trained = {name for name in names if any(part in name for part in TRAINED)}
+    assert trained <= {*source.different}
+    assert not [name for name in source.different if name.endswith(CORRECTION_BIAS)]
