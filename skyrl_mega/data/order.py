@@ -101,10 +101,10 @@ class PromptStream:
         for name, setting in (("count", "data.train rows"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"the checkpoint was taken with {state[name]}, so its place in the data is lost",
+                    f"the checkpoint was written with {state[name]}, so its position in the data has no meaning",
                     key=setting,
                     value=getattr(self, name),
-                    fix="set it back, or start another run with run.name",
+                    fix=f"restore {state[name]}, or start a new run under another run.name",
                 )
         self.position, self.returned = state["position"], [*state.get("returned", [])]
 

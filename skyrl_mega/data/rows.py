@@ -230,7 +230,9 @@ def _check_text(batch: pa.RecordBatch, first: int, where: str) -> None:
         column = next((name for name in batch.schema.names if _is_broken(batch[name])), "?")
         at = next((row for row in range(len(batch)) if _is_broken(batch[column].slice(row, 1).take([0]))), 0)
         raise UserError(
-            "it is no UTF-8", key=f"{where}, row {first + at}, column {column}", fix="write it again"
+            "its text is not valid UTF-8",
+            key=f"{where}, row {first + at}, column {column}",
+            fix="write the file again, with text as UTF-8",
         ) from error
 
 
@@ -268,7 +270,7 @@ def _check_words(conversations: pa.Array, first: int, where: str, selected: pa.A
         pa.array(range(len(conversations))), row_of.filter(_non_blank(pc.struct_field(messages, "content")))
     )
     wordless = pc.invert(worded) if selected is None else pc.and_(pc.invert(worded), selected)
-    _refuse(wordless, first, where, "prompt", "its messages have no words; allowed: at least one that says something")
+    _refuse(wordless, first, where, "prompt", "all its messages are blank; allowed: at least one message with text")
 
 
 def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:

@@ -74,7 +74,8 @@ class WrongRows:
         """
         if self.count > MOST_WRONG * self.rows:
             raise UserError(
-                self.summary(), fix=f"correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so"
+                self.summary(),
+                fix=f"correct these rows or leave them out: at most {MOST_WRONG:.0%} of the rows may be wrong",
             )
 
 
@@ -102,8 +103,9 @@ def judged_rows(
             row |= _parsed_specs(row, f"{where}, row {first + at}, column")
             if spec_of(row)[1].get("ground_truth") is None:
                 raise UserError(
-                    f"{where}, row {first + at}, column reward_spec.ground_truth: it is missing; allowed: what the "
-                    "environment compares with; an environment that needs none sets requires_ground_truth = False"
+                    f"{where}, row {first + at}, column reward_spec.ground_truth: it is missing; give the "
+                    "right answer in the form that the environment compares with; an environment that needs none sets "
+                    "requires_ground_truth = False"
                 )
     return rows
 
@@ -116,7 +118,7 @@ def _parsed_specs(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[s
             try:
                 spec = safe_read.parse_json(spec)
             except safe_read.Malformed as error:
-                raise UserError(f"{where} {column}: it is text, and no JSON ({error})", fix=ALLOWED_SPEC) from error
+                raise UserError(f"{where} {column}: it is text, but not JSON ({error})", fix=ALLOWED_SPEC) from error
             yield column, spec
         if spec and not isinstance(spec, dict):
             raise UserError(f"{where} {column}: it is a {type(spec).__name__}", fix=ALLOWED_SPEC)

@@ -24,7 +24,7 @@ def wrong_text(truth: Any) -> str | None:
         return f"it is a {type(truth).__name__}; {ALLOWED}"
     text = str(truth).strip()
     if not text:
-        return "it is empty; allowed is what the environment compares with"
+        return "it is empty; allowed is the right answer in the form that the environment compares with"
     if isinstance(truth, float) and math.isnan(truth):
         return "it is no number; allowed is an answer that can be right"
     if is_json_object(text):

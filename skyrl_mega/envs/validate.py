@@ -103,7 +103,7 @@ def _output(method: str, output: Any, characters: int, weights: Mapping[str, flo
         raise BadOutput(f"{method} gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
     for key in ("observations", "reward", "done"):
         if key not in output:
-            raise BadOutput(f"{method}: {key} is missing; there are {_shown(sorted(map(str, output)))}")
+            raise BadOutput(f"{method}: {key} is missing; the keys are {_shown(sorted(map(str, output)))}")
     for key, value in output.items():
         if key not in KEYS and value is not None:
             raise BadOutput(f"{method}: {key} = {_shown(value)}: there is no such key; allowed: {', '.join(KEYS)}")

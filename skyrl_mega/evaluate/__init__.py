@@ -1,2 +1,2 @@
-RESUME_HINT = "the same command goes on with the samples that are missing"
+RESUME_HINT = "the same command resumes with the missing samples"
 """Message after an interrupted evaluation."""

@@ -92,7 +92,10 @@ class Endpoint:
             )
         if not model:
             raise UserError(
-                "it needs --served-model, the name that it serves the model under", key="--endpoint", value=url
+                "the name of the model is missing",
+                key="--endpoint",
+                value=url,
+                fix="give --served-model, the name under which the endpoint serves the model",
             )
         try:
             fields = parse_json(extra)
@@ -211,11 +214,11 @@ class EndpointClient:
 
     def _fix_hint(self, status: int) -> str:
         if status in (401, 403):
-            state = "holds another key" if self.endpoint.key else "is not set"
+            state = "has a key that the endpoint refuses" if self.endpoint.key else "is not set"
             return f"the environment variable {self.endpoint.key_variable} {state}"
         if status == 404:
             return f"fix --endpoint, or --served-model {self.endpoint.model}"
-        return "fix the setting it names; --request '{\"field\": null}' takes a field out of the requests"
+        return "correct the setting in the message; --request '{\"FIELD\": null}' removes a field from the requests"
 
 
 class MessageAgent(Agent):

@@ -77,8 +77,8 @@ def _failed(s: SetScores, means: bool) -> str:
     if count == every:
         so = ", and there is no mean over sets or examples" if means else ""
         return f"{s.name}: the environments of all {every} samples failed: it has no scores{so}."
-    left = f", of {s.unjudged} examples all" if s.unjudged else ""
-    return f"{s.name}: {count} of {every} samples have no score, as their environments failed{left}; none counts."
+    left = f" ({s.unjudged} examples have no other samples)" if s.unjudged else ""
+    return f"{s.name}: the environments of {count} of {every} samples failed; these samples have no score{left}."
 
 
 def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:

@@ -190,7 +190,7 @@ class Results:
         same = (prompt.messages, prompt.env_class, parquet.plain_json(prompt.extras))
         if same != (row["prompt_messages"], row["env_class"], row["extras"]):
             raise UserError(
-                f"row {prompt.uid} of the set {name} was another one when its samples were drawn",
+                f"row {prompt.uid} of the set {name} differs from the row that its saved samples were generated for",
                 key="--output",
                 value=self.folder,
                 fix="give another --output",
@@ -219,7 +219,7 @@ def open_results(
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"it cannot be made: {error.strerror}", key="--output", value=folder, fix="give another folder"
+            f"the folder cannot be created: {error.strerror}", key="--output", value=folder, fix="give another folder"
         ) from error
     with locked(folder, f"--output {folder}", "give another --output, or end that one"):
         _claim(folder, identity)
@@ -257,7 +257,7 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     partial = folder / ".evaluation.json.partial"
     if others := {path.name for path in folder.iterdir()} - {".lock", "logs", partial.name}:
         raise UserError(
-            f"it holds {min(others)} and no evaluation",
+            f"the folder contains {min(others)} but no evaluation",
             key="--output",
             value=folder,
             fix="give a new or an empty folder, or one with an evaluation.json",
@@ -294,9 +294,9 @@ def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
         _sample(row, place)
     except (ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise UserError(
-            f"it is no sample ({' '.join(str(error).split())})",
+            f"the line is not a valid sample ({' '.join(str(error).split())})",
             key=f"{file}, at byte {place}",
-            fix="cut the file off there, and what is missing is drawn again",
+            fix="truncate the file at this byte; the evaluation then generates the missing samples again",
         ) from error
     sample: dict[str, Any] = row
     return sample

@@ -65,7 +65,9 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
         for set_name, set_prompts in ({name: prompts} if name else _by_source(prompts)).items():
             if set_name in sets:
                 raise UserError(
-                    f"the set {set_name} is there twice", key=key, fix=f"name one of them: --set NAME={files[0]}"
+                    f"another input has a set of the same name {set_name}",
+                    key=key,
+                    fix=f"rename it: --set NAME={files[0]}",
                 )
             sets[set_name] = set_prompts
     return [PromptSet(name, prompts[: config.evaluation.limit]) for name, prompts in sets.items()]
@@ -94,7 +96,7 @@ def drop_long_prompts(
         ]
         if not prompts:
             raise UserError(
-                f"all {len(s.prompts)} prompts of the set {s.name} are longer; give more",
+                f"all {len(s.prompts)} prompts of the set {s.name} are longer; give a larger number",
                 key="rollout.max_prompt_tokens",
                 value=longest,
             )

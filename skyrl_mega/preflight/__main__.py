@@ -3,7 +3,7 @@
 from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
-    driver.start("the same command looks again")
+    driver.start("the same command checks again")
     from skyrl_mega.cli.preflight import main  # these imports are only needed in the driver
 
     driver.run(main)

@@ -54,7 +54,7 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if not bool((received == 1 - rank).all()):
-        raise RuntimeError("what arrived is not what was sent")
+        raise RuntimeError("the received data differ from the sent data: the network or a device corrupts data")
     dist.barrier()
     print(json.dumps({"gb_s": (mib << 20) / min(seconds[1:]) / 1e9}))
     dist.destroy_process_group()

@@ -216,7 +216,7 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
             if gpu.name != most_common(names):
                 bad(f"GPU {gpu.index}: is a {gpu.name}, other nodes have {most_common(names)}", "warn")
         if f.xids is None:
-            bad("the kernel's log may not be read: nothing is known of Xid errors", "warn")
+            bad("the kernel's log (/dev/kmsg) cannot be read, so Xid errors are not checked", "warn")
         for where, xid in sorted(set(f.xids or ())):
             if xid in XIDS:
                 bad(f"Xid {xid} ({XIDS[xid]}) of {where} in the last {RECENT_S / 3600:g} h; reset or drain the node")
@@ -230,9 +230,9 @@ def _health(gpu: Gpu) -> list[str]:
     if gpu.remap_failed:
         problems.append("row remapping failed; drain the node")
     if gpu.remap_pending:
-        problems.append("rows wait to be remapped; reset it")
+        problems.append("memory rows wait to be remapped; reset the GPU")
     if gpu.clock_faults:
-        problems.append(f"clocks are held back: {', '.join(gpu.clock_faults)}")
+        problems.append(f"clocks are reduced: {', '.join(gpu.clock_faults)}; check cooling and power")
     if gpu.processes:
         problems.append(f"processes {', '.join(map(str, gpu.processes))} compute on it; end them")
     elif gpu.used_bytes > IDLE_BYTES:

@@ -54,6 +54,6 @@ def check(facts: Mapping[str, ModelFacts], model: Path) -> list[NodeProblem]:
     for node, value in digests.items():
         if value != (common := most_common(digests)):
             others = sum(other == common for other in digests.values())
-            text = f"{model}: not the names, sizes or configuration of {others} of {len(digests)} nodes; copy it again"
+            text = f"{model}: names, sizes or configuration differ from {others} of {len(digests)} nodes; copy it again"
             findings.append(NodeProblem(node, "model", "bad", text))
     return findings

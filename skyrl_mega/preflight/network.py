@@ -74,7 +74,7 @@ def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) 
         try:
             with socket.create_connection((endpoint.address, endpoint.port), timeout=timeout_s) as connection:
                 answer = connection.makefile("rb").read(len(endpoint.reply))
-            return None if answer == endpoint.reply.encode() else "somebody else answers at its address"
+            return None if answer == endpoint.reply.encode() else "another program answers at its address"
         except OSError as error:
             return error.strerror or str(error)
 
@@ -236,11 +236,13 @@ def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | Non
         over_tcp = expected.is_reliable and median < TCP * expected.gb_s
         if over_tcp:
             text += (
-                ": NCCL does not use the adapters that this is of; its own lines (NCCL_DEBUG=INFO) say what it took; "
-                "where the network is slower than that, give cluster.topology.nic_gb_s"
+                ": so slow that NCCL must be using TCP instead of the planned network; NCCL_DEBUG=INFO shows "
+                "its choice; if the network really is slower, set cluster.topology.nic_gb_s to its rate"
             )
         elif not expected.is_reliable:
-            text += ", its default; no node shows InfiniBand or RoCE adapters; plans count with what you give there"
+            text += (
+                ", its default; no node has InfiniBand or RoCE adapters; set it to the rate of your network, for plans"
+            )
         status: Status = "bad" if over_tcp else "warn"
         findings |= {node: NodeProblem(node, "network", status, text) for node in by_node}
     return list(findings.values())

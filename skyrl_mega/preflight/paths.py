@@ -103,7 +103,7 @@ def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[s
     for node in writers:
         if node not in connected:
             others = ", ".join([n for n in writers if n in connected][:4])
-            text = f"{run} is another folder than on {others}; mount the same one on all nodes"
+            text = f"{run} is not the folder that {others} see; mount the same file system on all nodes"
             findings.append(NodeProblem(node, "paths", "bad", text))
     return findings
 
@@ -132,7 +132,7 @@ def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[N
             if f.local_free.get(place, least) < least:
                 findings.append(
                     NodeProblem(
-                        node, "disk", "warn", f"{place} has {gib(f.local_free[place])}, {gib(least)} are advised"
+                        node, "disk", "warn", f"{place} has {gib(f.local_free[place])} free, {gib(least)} are advised"
                     )
                 )
     return findings

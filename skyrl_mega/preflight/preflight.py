@@ -100,7 +100,10 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
         findings = [NodeProblem(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
         needed = needed_nodes(nodes, config, device)
         if len(needed) < config.cluster.nodes:
-            text = f"{len(needed)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
+            text = (
+                f"Ray has {len(needed)} nodes, cluster.nodes wants {config.cluster.nodes}; start the others, or lower "
+                "cluster.nodes"
+            )
             findings.insert(0, NodeProblem("cluster", "answers", "bad", text))
         facts = _by_kind(gathered, findings)
         findings += versions.check(facts["versions"])

@@ -125,7 +125,7 @@ def _write(
                 last_said = time.monotonic()
                 say(f"{count} passages, {count / (last_said - start):.0f} per second")
     if not count:
-        raise UserError("it holds no passage", key="--corpus")
+        raise UserError("the file has no passage", key="--corpus")
     if dense:
         dense.save(folder / "dense.faiss")
     if "bm25" in recipe.methods:

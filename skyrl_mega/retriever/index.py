@@ -27,7 +27,7 @@ from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 FORM = 1
 """Version of the folder layout; an index of another version is rebuilt."""
 METHODS = ("dense", "bm25")
-BUILD = "python -m skyrl_mega.retriever build makes one"
+BUILD = "build an index with python -m skyrl_mega.retriever build"
 AGAIN = "remove the folder and build the index again"
 """Fixes of errors: there is no index; a file of an index is damaged."""
 
@@ -79,7 +79,12 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
             f"index.json is not of this form ({error!r})", key="--index", value=folder, fix=BUILD
         ) from error
     if recipe.form != FORM or not valid:
-        raise UserError(f"it is of form {shown(recipe.form)}, this is {FORM}", key="--index", value=folder, fix=BUILD)
+        raise UserError(
+            f"the index has format version {shown(recipe.form)}, this program reads {FORM}",
+            key="--index",
+            value=folder,
+            fix=BUILD,
+        )
     return recipe, passages
 
 

@@ -271,7 +271,9 @@ def check_address(host: str, token: str | None) -> None:
         loopback = False
     if not loopback and not token:
         raise UserError(
-            f"others can reach it, so it needs a token in {TOKEN_VARIABLE}; or 127.0.0.1", key="--host", value=host
+            f"other machines can reach it, so it needs a token; set {TOKEN_VARIABLE}, or give 127.0.0.1",
+            key="--host",
+            value=host,
         )
 
 

@@ -128,9 +128,9 @@ class RetrieverProcess:
         while not self._ready.is_file():
             assert self.process is not None
             if self.process.poll() is not None:
-                lines = self.log.read_text(errors="replace").strip().splitlines() or ["nothing was said"]
+                lines = self.log.read_text(errors="replace").strip().splitlines() or ["without output"]
                 raise UserError(
-                    f"the service ended ({lines[-1]}); all of it is in {self.log}", key="environment.retriever"
+                    f"the service ended during its start ({lines[-1]}); see {self.log}", key="environment.retriever"
                 )
             if time.monotonic() > end:
                 raise UserError(

@@ -65,7 +65,9 @@ class _Jump(selectors.SelectSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None or self.loop.now > self.loop.longest_s:
-                raise EndlessWait(f"after {self.loop.now:g} simulated seconds somebody waits for ever")
+                raise EndlessWait(
+                    f"after {self.loop.now:g} simulated seconds a task waits for an event that never comes"
+                )
             self.loop.now += timeout
         return ready
 

@@ -194,10 +194,10 @@ class Recorded:
                 trajectories = parquet.read_steps(file)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"{file.name} has no trajectories that can be read ({one_line(str(error))})",
+                    f"the trajectories in {file.name} cannot be read ({one_line(str(error))})",
                     key="--like",
                     value=folder,
-                    fix="take it out of the folder, or give another run's",
+                    fix="remove this file from the folder, or give the folder of another run",
                 ) from error
             for group in trajectories:
                 if answered := [turns for turns in map(turns_of, group) if turns]:

@@ -169,7 +169,10 @@ def test_a_module_stays_a_module() -> None:
     [
         ("pppo", "algorithm.loss = pppo: did you mean ppo? allowed is one of ppo"),
         ("nothing_like_it", "algorithm.loss = nothing_like_it: allowed is one of ppo"),
-        ("supervised", "algorithm.loss = supervised: the warm-up has it; allowed is one of ppo"),
+        (
+            "supervised",
+            "algorithm.loss = supervised: this loss is only for the warm-up (warmup.files); allowed is one of ppo",
+        ),
         ("own.py:reinforced", "own.py has no function reinforced; did you mean reinforce"),
         ("own.py:nothing", "it is not callable; allowed is a function of (LossInputs, AlgorithmConfig)"),
         ("own.py:alone", "own.py:alone: it takes (inputs); give it two parameters, (LossInputs, AlgorithmConfig)"),
@@ -205,10 +208,10 @@ def test_what_takes_two_arguments_passes(own: Path) -> None:
             "with 9 tokens, of which 6 count, it, or its gradient, is NaN or infinite; compute with inputs.clean",
         ),
         ("nan_gradient", "it, or its gradient, is NaN or infinite"),
-        ("mean", "its gradient for three answers is another than where each is a micro-batch"),
+        ("mean", "its gradient for three answers in one micro-batch differs from the sum over three micro-batches"),
         ("hidden_mean", "its gradient for three answers is another"),
         ("one", "it returns (a tensor of shape (1,), a dict)"),
-        ("number", "its metric 3 is a tensor of shape (); give a tensor of one number, by a text"),
+        ("number", "its metric 3 is a tensor of shape (); return a dict of names (texts) and tensors of one number"),
         ("backward", "with 9 tokens, of which 6 count, it raises RuntimeError: one of the variables needed"),
         (
             "of_none",

@@ -144,7 +144,7 @@ def test_what_is_wrong_with_an_estimator_of_tokens_is_said(tmp_path: Path) -> No
         per_token(lambda inputs, algorithm: inputs.rewards_N)
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         TokenInputs(trajectory_T=torch.zeros(2), turn_T=torch.zeros(2), rewards_T=torch.zeros(3))
-    with pytest.raises(UserError, match=r"reads inputs.token is marked with @per_token"):
+    with pytest.raises(UserError, match=r"reads inputs.token and is not marked with @per_token"):
         advantages(AdvantageInputs(torch.zeros(2), torch.zeros(2)), short)
 
 

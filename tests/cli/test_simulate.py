@@ -360,7 +360,7 @@ def test_a_broken_file_of_a_run_is_told_in_one_line(capsys: pytest.CaptureFixtur
     (tmp_path / "trajectories" / "step_000001.parquet").write_bytes(b"not parquet")
     assert main([*SEARCH, "--simulate", "--like", str(tmp_path)]) == 2
     error = capsys.readouterr().err.strip()
-    assert "step_000001.parquet has no trajectories that can be read" in error and error.count("\n") == 0
+    assert "the trajectories in step_000001.parquet cannot be read" in error and error.count("\n") == 0
 
 
 def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_optimizer() -> None:

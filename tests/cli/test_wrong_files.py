@@ -164,7 +164,7 @@ def test_a_truth_that_no_answer_equals(inputs: Path, tmp_path: Path, truth: str)
 
 def test_a_prompt_without_words(inputs: Path, tmp_path: Path) -> None:
     file = table(tmp_path / "t.parquet", prompt=conversations(b"1", b" \n"))
-    assert "row 1, column prompt: its messages have no words" in refused(
+    assert "row 1, column prompt: all its messages are blank" in refused(
         inputs, f"data.train=[{file}]", "environment.default=gsm8k"
     )
 
@@ -194,7 +194,7 @@ def test_parquet_that_is_no_text(inputs: Path, tmp_path: Path) -> None:
     ):
         file = table(tmp_path / "t.parquet", **columns)
         name = list(columns)[-1]
-        assert f"row 1, column {name}: it is no UTF-8" in refused(inputs, f"data.train=[{file}]")
+        assert f"row 1, column {name}: its text is not valid UTF-8" in refused(inputs, f"data.train=[{file}]")
 
 
 def test_parquet_of_two_columns_of_one_name(inputs: Path, tmp_path: Path) -> None:

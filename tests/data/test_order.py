@@ -65,7 +65,7 @@ def test_what_was_put_back_comes_first_also_after_a_resume() -> None:
 def test_another_data_set_or_order_is_refused(other: dict[str, int]) -> None:
     settings = {"count": 10, "seed": 0, "shuffle": True}
     state = PromptStream(**settings, batch=2).state()
-    with pytest.raises(UserError, match="place in the data is lost"):
+    with pytest.raises(UserError, match="position in the data has no meaning"):
         PromptStream(**{**settings, **other}, batch=2).restore(state)
 
 

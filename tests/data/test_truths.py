@@ -201,7 +201,7 @@ def test_a_reward_spec_of_json_text_is_read(tmp_path: Path) -> None:
         assert f"row 1, column {column}.ground_truth" in refusal(file)
     for spec, why in (
         ("1", "column reward_spec: it is a int"),
-        ("one", "column reward_spec: it is text, and no JSON"),
+        ("one", "column reward_spec: it is text, but not JSON"),
         ("[1]", "column reward_spec: it is a list"),
         ('{"method": "rule"}', "column reward_spec.ground_truth: it is missing"),
         ("", "column reward_spec.ground_truth: it is missing"),

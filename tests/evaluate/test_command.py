@@ -242,7 +242,7 @@ def test_another_model_or_other_settings_are_refused_by_name(fake: Fake, data: P
     thesis.mkdir()
     (thesis / "table.md").write_text("mine")
     code, _, errors = run(command(fake, data, thesis, "evaluation.limit=2"))
-    assert code == 2 and "it holds table.md and no evaluation" in errors
+    assert code == 2 and "the folder contains table.md but no evaluation" in errors
     assert (thesis / "table.md").read_text() == "mine"
     other = tmp_path / "other"
     other.mkdir()
@@ -252,7 +252,7 @@ def test_another_model_or_other_settings_are_refused_by_name(fake: Fake, data: P
     write_rows(iter(rows), other / "two.parquet")
     code, _, errors = run(command(fake, other, output, "evaluation.limit=2"))
     assert code == 2
-    assert re.search(r"row [01] of the set gsm8k was another one", errors), errors
+    assert re.search(r"row [01] of the set gsm8k differs from the row that its saved samples", errors), errors
     assert fake.bodies == []
 
 

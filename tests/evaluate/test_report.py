@@ -145,7 +145,10 @@ def test_what_failed_is_counted_and_a_set_without_scores_leaves_no_mean() -> Non
     some, none = of("NQ", 10, 0.4), of("tq", 4, 0.0)
     some, none = replace(some, failed=0.15, unjudged=1), replace(none, scores={}, failed=1.0, unjudged=4)
     text = report([some, none], ["searchr1"], "a model")
-    assert "NQ: 3 of 20 samples have no score, as their environments failed, of 1 examples all; none counts." in text
+    assert (
+        "NQ: the environments of 3 of 20 samples failed; these samples have no score (1 examples have no other samples)"
+        in text
+    )
     assert (
         "tq: the environments of all 8 samples failed: it has no scores, and there is no mean over sets or examples."
         in text

@@ -58,7 +58,7 @@ def test_a_folder_that_all_share_and_one_that_one_node_has_for_itself(tmp_path: 
     blind = {name: paths.unseen(place, "t", list(places), wait_s=0) for name, place in places.items()}
     assert blind == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
     assert texts(paths.check_shared(facts, blind, shared)) == [
-        ("b", f"{shared} is another folder than on a, c; mount the same one on all nodes")
+        ("b", f"{shared} is not the folder that a, c see; mount the same file system on all nodes")
     ]
     paths.remove(shared, "t")
     assert list(shared.iterdir()) == []
@@ -75,7 +75,7 @@ def test_room_on_the_disks() -> None:
     facts = paths.PathFacts((), 3 << 30, {"/tmp": 1 << 30, "/dev/shm": 2 << 30})
     assert [(f.status, f.text) for f in paths.check_room({"a": facts}, Path("/r"), 4 << 30)] == [
         ("bad", "/r has 3.0 GiB, checkpoints need about 4.0 GiB; make room, or lower checkpoint.keep"),
-        ("warn", "/tmp has 1.0 GiB, 5.0 GiB are advised"),
+        ("warn", "/tmp has 1.0 GiB free, 5.0 GiB are advised"),
     ]
 
 
@@ -130,7 +130,7 @@ def test_model_files(tmp_path: Path) -> None:
     problems = model.check(facts, Path("/m"))
     assert [f.node for f in problems] == ["cut", "other"]
     assert "model.safetensors" in problems[0].text and "cut off" in problems[0].text
-    assert "not the names, sizes or configuration of 2 of 3 nodes" in problems[1].text
+    assert "names, sizes or configuration differ from 2 of 3 nodes" in problems[1].text
 
 
 def test_doors() -> None:
@@ -139,7 +139,7 @@ def test_doors() -> None:
     deaf.close()
     answers = network.connect({"a": door.endpoint, "b": deaf.endpoint, "c": stranger}, timeout_s=60)
     door.close()
-    assert answers == {"b": "Connection refused", "c": "somebody else answers at its address"}
+    assert answers == {"b": "Connection refused", "c": "another program answers at its address"}
     assert network.interface("127.0.0.1") == "lo"
 
 

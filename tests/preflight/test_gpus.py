@@ -49,10 +49,10 @@ def test_the_stand_in_has_the_librarys_names() -> None:
     "device, words",
     [
         (Device(ecc=2), "GPU 0: 2 uncorrected ECC errors"),
-        (Device(remapped=(0, 1, 1, 0)), "GPU 0: rows wait to be remapped"),
+        (Device(remapped=(0, 1, 1, 0)), "GPU 0: memory rows wait to be remapped"),
         (Device(remapped=(0, 1, 0, 1)), "GPU 0: row remapping failed"),
-        (Device(reasons=0x40 | 0x4), "GPU 0: clocks are held back: too hot (hardware)"),
-        (Device(reasons=0x80), "GPU 0: clocks are held back: power brake"),
+        (Device(reasons=0x40 | 0x4), "GPU 0: clocks are reduced: too hot (hardware)"),
+        (Device(reasons=0x80), "GPU 0: clocks are reduced: power brake"),
         (Device(processes=(4242, 77)), "GPU 0: processes 4242, 77 compute on it"),
         (Device(memory=(80 << 30, 3 << 30)), "GPU 0: 3.0 GiB of its memory are in use"),
         (Device(name=nvml.NVMLError_GpuIsLost("GPU is lost")), "GPU 0: GPU is lost; drain"),  # type: ignore[arg-type]

@@ -109,8 +109,8 @@ def test_a_token_is_asked_for(bm25_index: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--host", "0.0.0.0"], f"others can reach it, so it needs a token in {TOKEN_VARIABLE}"),
-        (["--host", "example.org"], "others can reach it"),
+        (["--host", "0.0.0.0"], f"other machines can reach it, so it needs a token; set {TOKEN_VARIABLE}"),
+        (["--host", "example.org"], "other machines can reach it"),
         (["--index", "absent"], "holds no index.json"),
         (["--method", "dense"], "--method dense: allowed by"),
         (["--port", "70000"], "--port 70000: allowed is a whole number from 0 to 65535"),

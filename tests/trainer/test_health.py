@@ -189,7 +189,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         spoiled(PLAIN, **{"environment/ended_for_memory": 3.0}),
         False,
-        "ended for memory: 3; all that ran at once had more than total_mib",
+        "ended for memory: 3, because all programs running at once used more than total_mib",
     ),
     "entropy collapsed": (
         "entropy_collapsed",

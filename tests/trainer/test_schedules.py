@@ -219,13 +219,13 @@ def test_a_group_that_is_taken_twice_is_found(tmp_path: Path, monkeypatch: pytes
 def test_an_engine_that_never_comes_back_into_service_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Router, "rejoin", lambda self: None)
     monkeypatch.setitem(globals(), "LONGEST_S", SOON_S)
-    assert "somebody waits for ever" in str(fault(tmp_path))
+    assert "a task waits for an event that never comes" in str(fault(tmp_path))
 
 
 def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Router, "_requeue", lambda self, load, batch: None)
     monkeypatch.setitem(globals(), "LONGEST_S", SOON_S)
-    assert "somebody waits for ever" in str(fault(tmp_path))
+    assert "a task waits for an event that never comes" in str(fault(tmp_path))
 
 
 def test_a_group_that_a_checkpoint_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

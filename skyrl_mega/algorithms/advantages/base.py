@@ -129,7 +129,9 @@ class AdvantageInputs:
         """
         if self.token_inputs is None:
             raise UserError(
-                "an estimator that reads inputs.token is marked with @per_token(…)", key="algorithm.advantage"
+                "the estimator reads inputs.token and is not marked with @per_token(…)",
+                key="algorithm.advantage",
+                fix="write @per_token() above the function, or @per_token with the names of the columns that it reads",
             )
         return self.token_inputs
 

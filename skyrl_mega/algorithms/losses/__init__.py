@@ -64,7 +64,9 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
     """
     if algorithm.loss == SUPERVISED:
         raise UserError(
-            f"the warm-up has it; allowed is one of {', '.join(LOSSES)}", key="algorithm.loss", value="supervised"
+            f"this loss is only for the warm-up (warmup.files); allowed is one of {', '.join(LOSSES)}",
+            key="algorithm.loss",
+            value="supervised",
         )
     loss = find(algorithm.loss)
     if algorithm.loss not in LOSSES:

@@ -48,5 +48,5 @@ def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metr
 
 def _chosen(inputs: LossInputs) -> Tensor:
     if inputs.high_covariance_L is None:
-        raise ValueError("clip_cov and kl_cov need the tokens that were chosen: the column high_covariance")
+        raise ValueError("clip_cov and kl_cov need high_covariance_L, the selected tokens")
     return inputs.high_covariance_L & inputs.active_L

@@ -75,8 +75,8 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
     cut = torch.stack([part.gradients for part in parts]).sum(0)
     if bool((whole.gradients - cut).abs().max() > CLOSE * whole.gradients.abs().max()):
         raise UserError(
-            "its gradient for three answers is another than where each is a micro-batch, so that "
-            "it would change with the layout",
+            "its gradient for three answers in one micro-batch differs from the sum over three "
+            "micro-batches of one answer, so that it would change with the layout",
             key=setting,
             fix="return the sum of weights_L times each token's loss (docs/own-loss.md)",
         )
@@ -137,7 +137,9 @@ def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list
     value, metrics = result
     if len(tokens) == len(ANSWERS) and all(leaf.grad is None for leaf in leaves):
         raise UserError(
-            "it has no gradient", key=setting, fix="make it from logprobs_L or entropy_L, and do not detach these"
+            "it has no gradient",
+            key=setting,
+            fix="compute the loss from logprobs_L or entropy_L, and do not detach these",
         )
     gradients = torch.zeros(len(leaves), len(ANSWERS))
     gradients[:, tokens] = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
@@ -166,7 +168,9 @@ def _check_form(result: Any, setting: str) -> None:
     for name, metric in result[1].items():
         if not isinstance(name, str) or not _is_number(metric):
             raise UserError(
-                f"its metric {name!r} is {_form(metric)}", key=setting, fix="give a tensor of one number, by a text"
+                f"its metric {name!r} is {_form(metric)}",
+                key=setting,
+                fix="return a dict of names (texts) and tensors of one number",
             )
 
 

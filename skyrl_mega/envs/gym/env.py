@@ -138,7 +138,7 @@ def _make(options: Mapping[str, Any]) -> Any:
         return gymnasium.make(options["id"], disable_env_checker=True, **options["kwargs"])
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise UserError(
-            f"{' '.join(str(error).split())}; module names what must be imported first",
+            f"{' '.join(str(error).split())}; an id registered by a module needs environment.options.gym.module",
             key="environment.options.gym.id",
             value=options["id"],
         ) from error

@@ -84,7 +84,9 @@ def _read(file: Path) -> list[Task]:
                 (f"{record['question_content']}\n\n{form}", [{**t, "metadata": {"func_name": name}} for t in tests])
             )
         except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
-            raise UserError(f"it is none of LiveCodeBench's: {error!r}", key=f"{file}, row {index}") from error
+            raise UserError(
+                f"it is not a task in LiveCodeBench's format: {error!r}", key=f"{file}, row {index}"
+            ) from error
     return tasks
 
 

@@ -134,7 +134,7 @@ def _ask_worker(
         killed = worker.killed()
         worker.kill()
         if killed:
-            raise CheckerFailed("the checker of mathematics was killed") from error
+            raise CheckerFailed("another program killed the algebra process of the math environment") from error
         result = None
     finally:
         pool.put(worker)
@@ -146,7 +146,7 @@ def _start_worker(worker: MathWorker) -> None:
         worker.ready()
     except OSError as error:
         worker.kill()
-        raise CheckerFailed(f"the checker of mathematics does not start: {error!r}") from error
+        raise CheckerFailed(f"the algebra process of the math environment does not start: {error!r}") from error
 
 
 class MathWorker:

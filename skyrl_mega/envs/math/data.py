@@ -66,7 +66,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     shots = sorted(splits.get("train", []), key=lambda p: len(p[0][-1]["content"]))[: args.shots]
     if len(shots) < args.shots:
         raise UserError(
-            f"they are taken from the training problems, of which there are {len(shots)}",
+            f"the examples are taken from the training problems, and there are only {len(shots)}",
             key="--shots",
             value=args.shots,
         )

@@ -128,8 +128,9 @@ def memory_warning(count: float) -> str:
         count: Number of ended commands.
     """
     return (
-        f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "
-        "largest end first, honest ones too; raise total_mib of the environment's sandbox, or lower its memory_mib"
+        f"sandboxed programs ended for memory: {count:.0f}, because all programs running at once used more than "
+        "total_mib together (the largest is ended first, even an honest one); raise total_mib of the environment's "
+        "sandbox, or lower its memory_mib"
     )
 
 

@@ -66,7 +66,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
             _make(folder / name, name)
     tasks = [_task(file) for file in sorted(folder.glob("*/task.json"))]
     if not tasks:
-        raise UserError("it has no */task.json", key="--source", value=folder)
+        raise UserError("the folder contains no task, that is, no */task.json", key="--source", value=folder)
     splits = {split: [task for task in tasks if task["split"] == split] for split in ("train", "test")}
     return {f"{split}.parquet": _rows(split_tasks) for split, split_tasks in splits.items() if split_tasks}
 
@@ -85,7 +85,7 @@ def _task(file: Path) -> dict[str, Any]:
     if task["split"] not in ("train", "test"):
         raise UserError(f"{file}, key split: {task['split']!r}; allowed: train, test")
     if not (file.parent / "repo").is_dir():
-        raise UserError("it has no repo/", key=file.parent)
+        raise UserError("the task has no folder repo/", key=file.parent)
     for part in ("repo", "hidden"):
         refuse_outside_link(file.parent / part, file.parent.parent)
     return task

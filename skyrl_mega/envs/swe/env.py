@@ -89,7 +89,7 @@ class SweEnv(BaseTextEnv):
         name = str(info.get("task"))
         if self.options["tasks"] is None or not NAME.fullmatch(name):
             raise UserError(
-                "allowed: a folder, a name",
+                "allowed: the folder of the tasks, and in a row's extra_info.task the name of a folder in it",
                 key="environment.options.swe.tasks",
                 value=f"{self.options['tasks']}, task {name!r}",
             )

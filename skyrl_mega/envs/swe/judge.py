@@ -213,9 +213,9 @@ def refuse_outside_link(path: Path, tasks: Path) -> None:
     """
     if not path.resolve().is_relative_to(tasks.resolve()):
         raise UserError(
-            f"a link to {path.resolve()}; allowed: files in {tasks}",
+            f"it is a link to {path.resolve()}; allowed: files in {tasks}",
             key=path,
-            fix="copy what it leads to into the task",
+            fix="copy the target of the link into the task",
         )
 
 

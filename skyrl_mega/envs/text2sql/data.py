@@ -91,7 +91,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     shots = _draw(splits.get("train", []), args.shots, rng)
     if len(shots) < args.shots:
         raise UserError(
-            f"they are taken from the training rows, of which there are {len(shots)}", key="--shots", value=args.shots
+            f"the examples are taken from the training rows, and there are only {len(shots)}",
+            key="--shots",
+            value=args.shots,
         )
     remaining = {split: [record for record in records if record not in shots] for split, records in splits.items()}
     drawn = {split: _draw(records, args.limit, rng) for split, records in remaining.items()}

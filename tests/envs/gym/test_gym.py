@@ -80,7 +80,10 @@ def test_arguments_reach_it() -> None:
     "options, said",
     [
         ({}, "id is not set"),
-        ({"id": "tests/Absent-v0", "module": GUESS["module"]}, r"id = tests/Absent-v0: .*module names what"),
+        (
+            {"id": "tests/Absent-v0", "module": GUESS["module"]},
+            r"id = tests/Absent-v0: .*an id registered by a module needs environment",
+        ),
         ({"id": "x", "module": "no_such_module"}, "no_such_module"),
         ({**GUESS, "kwargs": {"worst": 1}}, "worst"),
         ({"id": "CartPole-v1"}, r"observations are ndarray; allowed: text"),

@@ -169,7 +169,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
     packed = base64.b64encode(zlib.compress(pickle.dumps(Harm()))).decode()
     record = {"question_content": "q", "public_test_cases": "[]", "private_test_cases": packed}
     (tmp_path / "f.jsonl").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="row 0: it is none of LiveCodeBench's"):
+    with pytest.raises(UserError, match="row 0: it is not a task in LiveCodeBench's format"):
         prepare(f"lcb --output {tmp_path} --train-file {tmp_path / 'f.jsonl'}")
     assert not (tmp_path / "ran").exists()
 

@@ -282,7 +282,7 @@ def test_a_link_out_of_the_folder_of_tasks_is_refused(tmp_path: Path, part: str)
         if place == "tasks":
             assert played(task, {}, "true")["reward"] == 1.0
         else:
-            refused = f"{part}: a link to {target}; allowed: files in {task.parent}"
+            refused = f"{part}: it is a link to {target}; allowed: files in {task.parent}"
             with pytest.raises(UserError, match=refused):
                 played(task, {}, "true")
             if not part.endswith(".py"):
