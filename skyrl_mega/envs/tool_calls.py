@@ -123,7 +123,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = parse_json(calls, most=MOST_BYTES)
     if not isinstance(calls, list | tuple):
-        raise Malformed("they are no list")
+        raise Malformed("not a list of calls")
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -133,7 +133,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             arguments = parse_json(arguments, most=MOST_BYTES)
         if not isinstance(arguments, Mapping):
-            raise Malformed(f"the arguments of {shown(function['name'])} are no JSON object")
+            raise Malformed(f"the arguments of {shown(function['name'])} are not a JSON object")
         id = {"id": call["id"]} if call.get("id") else {}
         function = {"name": function["name"], "arguments": dict(arguments)}
         read.append({**id, "type": "function", "function": function})

@@ -207,7 +207,8 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
         elif f.torch and devices.outdated(f.torch.cuda, f.driver):
             least = devices.least_driver(f.torch.cuda)
             bad(
-                f"driver {f.driver} is older than {least}, CUDA {f.torch.cuda} runs by its compatibility library",
+                f"driver {f.driver} is older than {least}, CUDA {f.torch.cuda} runs by its compatibility library; "
+                "update the driver if programs fail",
                 "warn",
             )
         for gpu in f.gpus:
@@ -236,5 +237,5 @@ def _health(gpu: Gpu) -> list[str]:
     if gpu.processes:
         problems.append(f"processes {', '.join(map(str, gpu.processes))} compute on it; end them")
     elif gpu.used_bytes > IDLE_BYTES:
-        problems.append(f"{gib(gpu.used_bytes)} of its memory are in use; an earlier job may have left something")
+        problems.append(f"{gib(gpu.used_bytes)} of its memory are in use; end the programs left by earlier jobs")
     return problems

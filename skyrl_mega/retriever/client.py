@@ -77,9 +77,9 @@ class SearchClient:
         try:
             results = [[_hit(hit) for hit in hits] for hits in reply["result"]]
         except Malformed as error:
-            raise RetrievalError(f"{self.url}/retrieve answered in another form: {error}") from error
+            raise RetrievalError(f"{self.url}/retrieve did not answer as Search-R1's retriever: {error}") from error
         except (KeyError, TypeError) as error:
-            raise RetrievalError(f"{self.url}/retrieve answered in another form: {error!r}") from error
+            raise RetrievalError(f"{self.url}/retrieve did not answer as Search-R1's retriever: {error!r}") from error
         if len(results) != len(queries):
             raise RetrievalError(f"{self.url}/retrieve answered {len(results)} queries of {len(queries)}")
         if topk is not None and (longest := max(map(len, results), default=0)) > topk:
@@ -94,7 +94,7 @@ class SearchClient:
         """
         state = self._wait(self._ask("GET", "/health", None))
         if not isinstance(state, dict):
-            raise RetrievalError(f"{self.url}/health answered in another form: {shown(state)}; allowed is an object")
+            raise RetrievalError(f"{self.url}/health answered {shown(state)}; allowed is a JSON object")
         return state
 
     def close(self) -> None:

@@ -75,9 +75,7 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})
         valid = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"index.json is not of this form ({error!r})", key="--index", value=folder, fix=BUILD
-        ) from error
+        raise UserError(f"index.json is malformed ({error!r})", key="--index", value=folder, fix=BUILD) from error
     if recipe.form != FORM or not valid:
         raise UserError(
             f"the index has format version {shown(recipe.form)}, this program reads {FORM}",

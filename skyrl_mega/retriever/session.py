@@ -174,7 +174,10 @@ class RetrieverProcess:
                 continue
             self.process.stdin.close()
             if restarts == RESTARTS:
-                text = f"retriever: ended again ({code}) and is not restarted; see {self.log}"
+                text = (
+                    f"retriever: ended again ({code}) after {RESTARTS} restarts and stays down, so searches fail; see "
+                    f"{self.log}"
+                )
                 self.say(Event("retriever_lost", text, code=code, restarted=False))
                 return
             restarts += 1

@@ -231,7 +231,7 @@ def test_gsm8k_shots_are_earlier_turns_and_no_rows(real_data: Path, tmp_path: Pa
 
 
 def test_gsm8k_shots_need_a_training_set(real_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--shots 2: they are taken from a training set"):
+    with pytest.raises(UserError, match="--shots 2: the examples are taken from a training set"):
         prepare(f"gsm8k --source {real_data / 'data' / 'gsm8k' / 'test.jsonl'} --output {tmp_path} --shots 2")
 
 

@@ -104,7 +104,13 @@ def test_no_driver() -> None:
         (
             TorchView("2.13.0", "13.0", True),
             "570.86.15",
-            [("warn", "driver 570.86.15 is older than 580, CUDA 13.0 runs by its compatibility library")],
+            [
+                (
+                    "warn",
+                    "driver 570.86.15 is older than 580, CUDA 13.0 runs by its compatibility library; update the driver "
+                    "if programs fail",
+                )
+            ],
         ),
         (
             TorchView("2.13.0", "13.0", False, "CUDA initialization: error 802"),

@@ -91,7 +91,7 @@ def test_it_comes_back_when_it_is_asked_to() -> None:
     "reply, said",
     [
         ((404, {}, b"no such page"), "refused: HTTP 404: no such page"),
-        ((200, {}, b"{}"), "answered in another form"),
+        ((200, {}, b"{}"), "did not answer as Search-R1's retriever"),
         ((200, {}, b"<html>"), "Malformed: Expecting value"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_packed_reply_is_read() -> None:
         (b"7", b"[7]", r"id \[7\]; allowed: text or a whole number"),
         (b"7", b"null", "id null; allowed: text or a whole number"),
         (b"[[{", b'[[{"document": {"id": 1, "contents": "b"}, "score": 1}, {', "answered 2 passages where topk = 1"),
-        (b"[[{", b'[5, [{', "answered in another form"),
+        (b"[[{", b'[5, [{', "did not answer as Search-R1's retriever"),
     ],
 )  # fmt: skip
 def test_a_hit_of_another_form_is_named(old: bytes, new: bytes, said: str) -> None:

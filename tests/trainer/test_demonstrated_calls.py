@@ -84,7 +84,7 @@ def test_with_the_tiny_models_template(tmp_path: Path) -> None:
 WRONG = {
     "tool_calls: 5: allowed is": [5],
     "tool_calls: {name: ''}: allowed is {\"function\"": [{"name": ""}],
-    "tool_calls: the arguments of say are no JSON object": [{"function": {"name": "say", "arguments": "[1]"}}],
+    "tool_calls: the arguments of say are not a JSON object": [{"function": {"name": "say", "arguments": "[1]"}}],
     "tool_calls: Expecting value": [{"function": {"name": "say", "arguments": "x"}}],
 }
 

@@ -86,7 +86,10 @@ def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
         return []
     if "train" not in files:
         raise UserError(
-            "they are taken from a training set, and there is none in the source", key="--shots", value=count
+            "the examples are taken from a training set, and the source has none",
+            key="--shots",
+            value=count,
+            fix="give a --source with train",
         )
     without_notes = [
         record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])

@@ -234,6 +234,8 @@ def _session(path: str) -> type[Session]:
     ]
     if missing:
         raise UserError(
-            f"it has no {missing[0]}; allowed: a class as Session", key="environment.options.swe.session", value=path
+            f"the class has no method {missing[0]}; allowed: a class as skyrl_mega.envs.swe.session.Session",
+            key="environment.options.swe.session",
+            value=path,
         )
     return cls

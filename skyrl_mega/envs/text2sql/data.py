@@ -155,7 +155,11 @@ def _example(record: dict[str, Any], folder: Path, args: argparse.Namespace) -> 
     name, query = record["db_id"], record["query"]
     file = folder / name / f"{name}.sqlite"
     if not file.is_file():
-        raise UserError(f"{file} does not exist; another --seed draws others", key="--shots", value=args.shots)
+        raise UserError(
+            f"{file}, the database of an example, does not exist; add it, or draw other examples with another --seed",
+            key="--shots",
+            value=args.shots,
+        )
     table = Database(file, Sandbox(CommandLimits(processes=4)), shown=5).query(query, 30.0)
     return [
         _question(record, schema(file, args.schema), args.turns),

@@ -157,7 +157,7 @@ def refuse_unmerged(file: Path) -> None:
     log = file.with_name(f"{file.name}-wal")
     if log.is_file() and log.stat().st_size:
         raise UserError(
-            f"it holds changes that are not in {file.name} yet, which is read without them",
+            f"this log has changes that are not in {file.name} yet, and the database is read without the log",
             key=log,
             fix=f"merge them: sqlite3 {shlex.quote(str(file))} 'PRAGMA journal_mode = DELETE'",
         )
