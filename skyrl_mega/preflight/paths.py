@@ -55,8 +55,8 @@ def gather(run: Path, token: str, name: str) -> PathFacts:
 
 
 def unseen(run: Path, token: str, names: Sequence[str], wait_s: float = SETTLE_S) -> list[str]:
-    """Waits until this node sees the file written on every other node by `gather`; returns the nodes whose file is
-    still missing after `wait_s` seconds.
+    """Waits until this node sees the file written by `gather` on each node; returns the nodes whose file is still
+    missing after `wait_s` seconds.
 
     Args:
         run: The run's folder.

@@ -81,8 +81,8 @@ def prompts_played(config: Config) -> int:
 
 
 def scale_down(config: Config, rates: Rates) -> tuple[Config, Rates]:
-    """Returns settings and rates of a step of about `MAX_TRAJECTORIES` trajectories at most, on fewer engines, each
-    representing several.
+    """Returns settings and rates of a step with fewer prompts (`prompts_played`) on fewer engines, where each simulated
+    trajectory and engine represents several.
 
     A simulated engine with n running sequences writes and reads at the total rate of the represented real engines with
     the represented sequences. The training time of a step stays the same.
