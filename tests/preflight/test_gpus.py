@@ -107,8 +107,8 @@ def test_no_driver() -> None:
             [
                 (
                     "warn",
-                    "driver 570.86.15 is older than 580, CUDA 13.0 runs by its compatibility library; update the driver "
-                    "if programs fail",
+                    "driver 570.86.15 is older than 580, CUDA 13.0 runs by its compatibility library; update the "
+                    "driver if programs fail",
                 )
             ],
         ),
