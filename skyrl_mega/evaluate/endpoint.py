@@ -136,7 +136,7 @@ class Reply(NamedTuple):
 
 
 class EndpointClient:
-    """Sends requests to an endpoint, with bounded retries. Belongs to a single event loop.
+    """A client of an endpoint, with bounded retries. Belongs to a single event loop.
 
     Args:
         endpoint: The endpoint.
@@ -222,7 +222,7 @@ class EndpointClient:
 
 
 class MessageAgent(Agent):
-    """Runs trajectories against an endpoint.
+    """An agent that runs trajectories against an endpoint, which sees messages and never tokens.
 
     Args:
         client: The client.

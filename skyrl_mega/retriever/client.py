@@ -39,7 +39,7 @@ class RetrievalError(Exception):
 
 
 class SearchClient:
-    """Sends searches to a service. Thread-safe; connections are kept and reused.
+    """A client of a retrieval service. Thread-safe; connections are kept and reused.
 
     The machine's proxies are ignored, because the service runs nearby. Requests run in an event loop in a separate
     thread: only there can the time of a whole reply be limited, rather than the time of each read.

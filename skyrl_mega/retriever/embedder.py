@@ -45,7 +45,7 @@ def model_folder(name: str) -> Path:
 
 
 class Embedder:
-    """Embeds queries and passages: the model's last hidden states, pooled and scaled to length 1.
+    """A loaded embedding model for queries and passages: its last hidden states, pooled and scaled to length 1.
 
     Pooling and length limit come from a sentence-transformers directory (`1_Pooling/config.json`,
     `sentence_bert_config.json`). Without these files they are the mean and 256 tokens, as in Search-R1's use of E5.

@@ -102,7 +102,7 @@ def embedder(recipe: Recipe, device: str, threads: int | None) -> Embedder:
 
 
 class Index:
-    """Searches an index folder. Not thread-safe.
+    """An index folder opened for searches. Not thread-safe.
 
     Args:
         folder: Written by `skyrl_mega.retriever.build`.

@@ -72,7 +72,7 @@ class Bounds:
 
 
 class Calls:
-    """Runs environment calls under the bound on concurrency.
+    """Environment calls in virtual time, under a bound on concurrency.
 
     Args:
         places: The bound.

@@ -166,8 +166,8 @@ def _normalized(config: Config) -> Config:
 
 
 class UnitCounter:
-    """Counts amounts in whole units without bias: each remainder goes to the next amount, and the first remainder is
-    random.
+    """Counter of amounts in whole units, without bias: each remainder goes to the next amount, and the first remainder
+    is random.
 
     Args:
         unit: Size of a unit; with 1 the first remainder is 0.

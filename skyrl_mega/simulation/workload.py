@@ -84,7 +84,7 @@ class LogNormal:
             text: The text.
             option: Name of the option, for the error.
             lowest, highest: Bounds of the mean.
-            key: Setting behind the upper bound.
+            key: Setting that gives the upper bound, for the error; empty without any.
 
         Raises:
             UserError: The text is malformed or out of bounds.

@@ -14,8 +14,8 @@ FORMAT_REWARD = 0.2
 
 
 class Gsm8kMultiTurnEnv(BaseTextEnv):
-    """SkyRL's rewards per turn: 1 for the right answer, ending the trajectory; 0.2 / max_turns for a wrong answer in
-    the format `#### number`; 0 for no answer.
+    """GSM8K over several turns. SkyRL's rewards per turn: 1 for the right answer, ending the trajectory; 0.2 /
+    max_turns for a wrong answer in the format `#### number`; 0 for no answer.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}

@@ -58,8 +58,8 @@ QUESTION = 20_000
 def unfinished(gold: Reading, answer: Reading) -> bool:
     """Returns True if an answer leaves work undone that gold does, although algebra finds both equal.
 
-    Undone is a sum where gold is one term; where gold is a number, anything but a number (2/4 is one) or a single
-    power, root, factorial, binomial or function of numbers.
+    If gold is a single term, a sum is unfinished. If gold is a number, everything is unfinished except for a number,
+    such as 2/4, and a single power, root, factorial, binomial or function of numbers.
 
     Args:
         gold: Reading of the right answer, a number or an expression.

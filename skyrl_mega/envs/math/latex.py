@@ -38,7 +38,8 @@ MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 
 
 def tidy(answer: str) -> str:
-    """Returns the canonical spelling of an answer: one name per command, braces around every argument, no layout."""
+    """Returns the canonical spelling of an answer: one name per command, braces around every argument, no layout.
+    `$\\dfrac12$` becomes `\\frac{1}{2}`."""
     text = answer.strip()
     for sign, command in UNICODE.items():
         text = text.replace(sign, command)
