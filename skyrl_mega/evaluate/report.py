@@ -77,7 +77,8 @@ def _failed(s: SetScores, means: bool) -> str:
     if count == every:
         so = ", and there is no mean over sets or examples" if means else ""
         return f"{s.name}: the environments of all {every} samples failed: it has no scores{so}."
-    left = f" ({s.unjudged} examples have no other samples)" if s.unjudged else ""
+    have = "example has" if s.unjudged == 1 else "examples have"
+    left = f" ({s.unjudged} {have} no other samples)" if s.unjudged else ""
     return f"{s.name}: the environments of {count} of {every} samples failed; these samples have no score{left}."
 
 

@@ -146,7 +146,7 @@ def test_what_failed_is_counted_and_a_set_without_scores_leaves_no_mean() -> Non
     some, none = replace(some, failed=0.15, unjudged=1), replace(none, scores={}, failed=1.0, unjudged=4)
     text = report([some, none], ["searchr1"], "a model")
     assert (
-        "NQ: the environments of 3 of 20 samples failed; these samples have no score (1 examples have no other samples)"
+        "NQ: the environments of 3 of 20 samples failed; these samples have no score (1 example has no other samples)"
         in text
     )
     assert (
