@@ -206,6 +206,6 @@ def test_what_an_environment_of_ones_own_may_be_given(tmp_path: Path, monkeypatc
     assert check_files([write(tmp_path / "a.parquet", [row])], config) == 1
     infinite = {**GOOD, "env_class": "math", "reward_spec": {"ground_truth": "infinity"}}
     assert check_files([write(tmp_path / "b.parquet", [infinite])], config) == 1
-    assert "no words" in refused(write(tmp_path / "c.parquet", [{**row, "env_class": "multiply"}]), config)
+    assert "are blank" in refused(write(tmp_path / "c.parquet", [{**row, "env_class": "multiply"}]), config)
     empty = {**GOOD, "reward_spec": {"ground_truth": ""}}
     assert "it is empty" in refused(write(tmp_path / "d.parquet", [empty]), config)

@@ -120,7 +120,7 @@ FORMS = [
 def test_another_form_is_named(fake: Fake) -> None:
     for body in FORMS:
         fake.script.append((200, {}, body))
-        with pytest.raises(EndpointFailed, match="another form") as caught:
+        with pytest.raises(EndpointFailed, match="did not answer as OpenAI's chat completions") as caught:
             talk(fake)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500, body[:100]
 

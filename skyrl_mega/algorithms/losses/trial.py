@@ -170,7 +170,7 @@ def _check_form(result: Any, setting: str) -> None:
             raise UserError(
                 f"its metric {name!r} is {_form(metric)}",
                 key=setting,
-                fix="return a dict of names (texts) and tensors of one number",
+                fix="give a tensor of one number, under a name (a text)",
             )
 
 
