@@ -51,6 +51,8 @@ class EngineResults:
     """Names of the parameters that the engine's own check finds different."""
     biases: dict[str, Tensor] = field(default_factory=dict)
     """Correction biases after a sync."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Tensor of a fresh engine → type."""
 
 
 def sweep(rank: int, address: str, folder: Path, port: int, cases: list[tuple[str, str]]) -> dict[str, EngineResults]:
@@ -125,6 +127,7 @@ def _engine(folder: Path, port: int, name: str, dtype: str) -> EngineResults:
     )
     results.differences["loaded"] = difference(folder / f"{name}-{SYNCS[-1]}", answers)
     results.compared = len(expected)
+    results.dtypes = {tensor: value.dtype for tensor, value in expected.items()}
     for number, seed in enumerate(SYNCS):
         occasion = f"sync {number + 1}"
         if number == len(SYNCS) - 1:

@@ -13,6 +13,7 @@ from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.sync import WeightSync
 from tests.families import engines
@@ -65,6 +66,16 @@ def test_correction_biases_arrive_unrounded_in_a_bfloat16_run(
         for tensor, values in expected.items():
             assert values[0] == biases[tensor][0] == UNROUNDED
             assert biases[tensor].dtype == torch.float32 and torch.equal(biases[tensor], values), tensor
+
+
+def test_float32_parameters_of_a_bfloat16_engine_are_those_that_blocks_name(
+    families: Path, results: dict[str, EngineResults]
+) -> None:
+    for name, _ in BFLOAT16:
+        hf, dtypes = read_hf(families / f"{name}-0"), results[f"{name} bfloat16"].dtypes
+        parameters = architecture(hf).engine_shard(hf, 1, 0).params
+        float32 = {parameter for parameter in parameters if dtypes.get(parameter) == torch.float32}
+        assert float32 == architecture(hf).describe(hf).engine_float32
 
 
 # ---- several workers -------------------------------------------------------------------------------------------------
