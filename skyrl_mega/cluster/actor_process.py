@@ -175,7 +175,8 @@ def hosted(cls: type) -> type:
     """Returns a subclass of `cls` with a delayed constructor: the process is set up first, then `construct` initialises
     `cls`.
 
-    The rank can therefore depend on the node and GPU of the process.
+    The rank can therefore depend on the node and GPU of the process. The subclass also has the methods `location` and
+    `free_port`.
     """
 
     class Hosted(cls):

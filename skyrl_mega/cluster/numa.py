@@ -21,7 +21,7 @@ def visible_devices(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def nearest_cpus(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
-    """Returns the CPUs nearest to any of these devices; empty if NVML does not know.
+    """Returns the numbers of the CPUs nearest to any of these devices; empty if NVML does not know.
 
     Args:
         devices: Devices as returned by `visible_devices`.
@@ -52,7 +52,7 @@ def bind(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
     Only CPUs already allowed for the process are used, so limits set by Slurm or a container still hold.
 
     Returns:
-        The CPUs; empty if nothing was changed: no devices, no NVML, or none of these CPUs is allowed.
+        The numbers of the CPUs; empty if nothing was changed: no devices, no NVML, or none of these CPUs is allowed.
     """
     cpus = nearest_cpus(devices, nvml) & os.sched_getaffinity(0) if devices else frozenset()
     if cpus:
@@ -65,7 +65,7 @@ def bind(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
 
 
 def text(cpus: frozenset[int]) -> str:
-    """Returns CPUs in the kernel's notation: `0-47,96-143`."""
+    """Returns CPU numbers in the kernel's notation, such as `0-47,96-143`; "" without any."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][1] == cpu - 1:

@@ -162,7 +162,8 @@ class Engine(Protocol):
         """
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when the shards of all workers are complete.
+        """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
+        complete.
 
         Args:
             checksums: True to verify each part after arrival.

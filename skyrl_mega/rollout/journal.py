@@ -58,7 +58,7 @@ class RecordedTurn:
 
     @property
     def trajectory(self) -> str:
-        """Name of the trajectory."""
+        """Name of the trajectory: the part of `request` before the last `/`."""
         return self.request.rpartition("/")[0]
 
 
@@ -86,7 +86,7 @@ class Journal:
         return known.completion if known is not None and known.request_hash == digest(request) else None
 
     def forget(self, trajectory: str) -> None:
-        """Drops the turns of a finished trajectory."""
+        """Drops the recorded turns of the trajectory with this name; called once it is finished."""
         self._recorded.pop(trajectory, None)
 
     def all(self) -> list[RecordedTurn]:

@@ -84,7 +84,7 @@ def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
     failed environments do not count.
 
     Raises:
-        UserError: No environment gives the reward named by `algorithm.dynamic_sampling.reward`.
+        UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
     """
     name, tolerance = algorithm.dynamic_sampling.reward, algorithm.dynamic_sampling.tolerance
     informative = []

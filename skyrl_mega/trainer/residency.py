@@ -45,8 +45,8 @@ class Residency:
 
     @classmethod
     def of(cls, config: Config, policy: TrainGroup, critic: TrainGroup | None, fleet: Fleet) -> Residency:
-        """Returns the residency of a run's actors. Unless `residency.keep` is unset, a restarting engine then gets
-        memory by `free_for_engine`."""
+        """Returns the residency of a run's actors. With `residency.keep` set, also sets `fleet.make_room` to
+        `free_for_engine`, for memory of a restarting engine."""
         residency = cls(
             config.residency.keep,
             policy=policy,

@@ -106,7 +106,7 @@ class Run:
 
     @property
     def trained_models(self) -> dict[str, TrainGroup]:
-        """The trained models by name of the checkpoint folder."""
+        """The trained models by name of the checkpoint folder: `policy`, and `critic` if the run has one."""
         return {POLICY.name: self.policy} | ({CRITIC.name: self.critic} if self.critic else {})
 
     @property

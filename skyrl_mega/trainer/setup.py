@@ -61,8 +61,8 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """Starts a run's processes and yields it ready for its next step; engines hold the policy's weights. Restores the
-    newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the context."""
+    """Starts a run's processes and yields the run, ready for its next step; engines hold the policy's weights. Restores
+    the newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the `with` block."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
@@ -123,7 +123,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
-    """Starts policy, reference, critic, engines and rollout workers; records the nodes, and prints several nodes.
+    """Starts policy, reference, critic, engines and rollout workers; records the nodes as an event, and prints the
+    ranks on each node unless all are on one node without GPUs.
 
     The rollout workers are None if trajectories run in threads of the driver.
     """
@@ -179,7 +180,8 @@ def generator_of(
 def rollouts_of(
     source: RolloutSource, stack: ExitStack, look: Callable[[], None], refill: Callable[[], None]
 ) -> Rollouts:
-    """Returns rollouts as far ahead of training as `asynchrony` says. Evaluations keep using the source's generator.
+    """Returns the rollouts for `asynchrony.mode`: `source` itself, `OneStepAhead` or `Asynchronous`. Evaluations keep
+    using the source's generator.
 
     Args:
         source: The rollouts for `asynchrony.mode=off`.
@@ -232,7 +234,8 @@ def stream_of(config: Config, prompts: int) -> PromptStream:
 
 
 def sft_warmup(run: Run, chat: Renderer) -> None:
-    """Runs the supervised warm-up and saves a checkpoint, so a resumed run does not repeat the warm-up.
+    """Runs the supervised warm-up and, unless `checkpoint.every` is 0, saves a checkpoint, so a resumed run does not
+    repeat the warm-up. Prints the last loss.
 
     A critic without a separate path starts from the policy's weights after the warm-up.
     """
@@ -250,8 +253,8 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
 
 def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[Prompt], list[Prompt]]:
-    """Loads the training and evaluation prompts within `rollout.max_prompt_tokens` and prints the number of longer
-    prompts.
+    """Loads the prompts of `data.train` and `data.eval`, and returns the two lists without prompts longer than
+    `rollout.max_prompt_tokens`. Prints the number of longer prompts.
 
     Raises:
         UserError: A data file is invalid, all prompts of a setting are too long, or the training prompts left are too

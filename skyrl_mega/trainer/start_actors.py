@@ -62,12 +62,12 @@ class Setup:
 
     @property
     def logs(self) -> Path:
-        """Folder for the actors' output."""
+        """Folder for the actors' output: `<run folder>/logs`."""
         return self.folder / "logs"
 
     @property
     def timeout_s(self) -> float:
-        """Time limit of a start, in seconds."""
+        """Time limit for the start of a group of actors in seconds: `cluster.start_timeout_s`."""
         return self.config.cluster.start_timeout_s
 
 

@@ -395,7 +395,8 @@ class VllmEngine:
         await self._await_vllm(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when the shards of all workers are complete.
+        """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
+        complete.
 
         Args:
             checksums: True to verify each part after arrival.

@@ -211,7 +211,8 @@ class Agent:
         return opened
 
     def failed_trajectory(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
-        """Returns a trajectory ended by an infrastructure fault before the environment was opened.
+        """Returns a trajectory without a turn, with only the prompt, reward 0 and status ERROR_INFRASTRUCTURE, for a
+        trajectory that cannot be run. Opens no environment.
 
         Args:
             prompt: The prompt.

@@ -240,7 +240,7 @@ class Router:
         return self.journal.all()
 
     def forget(self, trajectory: str) -> None:
-        """Drops the recorded turns of a finished trajectory."""
+        """Drops the recorded turns of the trajectory with this name; called once it is finished."""
         self.journal.forget(trajectory)
 
     def rejoin(self) -> None:

@@ -246,7 +246,7 @@ class WorkerClient:
             )
 
     def forget(self, trajectory: str) -> None:
-        """Drops the recorded turns of a finished trajectory."""
+        """Drops the turns passed to `remember` for the trajectory with this name; called once it is finished."""
         self._recorded.pop(trajectory, None)
 
     async def _link(self, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:

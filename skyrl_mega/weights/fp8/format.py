@@ -38,7 +38,8 @@ class Wire:
         return frozenset(name + SUFFIX for name in self.quantised)
 
     def type_of(self, name: str) -> torch.dtype:
-        """Returns the type of a tensor's elements on the wire."""
+        """Returns the type of the elements of the tensor `name` on the wire: E4M3 for a quantised tensor, float32 for
+        its scales and for the tensors `float32`, else `dtype`."""
         if name in self.quantised:
             return FP8
         in_float32 = name in self.float32 or name.removesuffix(SUFFIX) in self.quantised
