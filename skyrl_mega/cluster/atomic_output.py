@@ -43,7 +43,9 @@ def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
     `atomic_file` for the arguments."""
     target = Path(os.path.realpath(file))
     if os.path.lexists(target) and not (target.is_file() and ours(target)):
-        raise Occupied(f"{key}: {file} was not written by this command, or was changed since; move it, or give another")
+        raise Occupied(
+            f"{key}: {file} was not written by this command, or was changed since; move it, or give another path"
+        )
 
 
 @contextmanager

@@ -221,10 +221,12 @@ class Fleet(SupervisedGroup):
         """Raises NoServingActor if no actor is serving, with the cause of the latest failure, or because parts are
         asleep."""
         if self.asleep:
-            cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
+            cause = f"the engines are asleep: {', '.join(sorted(self.asleep))}; call `wake` before a request"
             raise NoServingActor(self.group.name, None, "service", cause)
         if not self.serving:
-            never = ActorFailed(self.group.name, None, "service", "none has been brought up to date")
+            never = ActorFailed(
+                self.group.name, None, "service", "none has received the current weights yet; sync the weights first"
+            )
             last = self.last_failure or never
             raise NoServingActor(last.group, last.rank, last.method, last.cause, log=last.log)
 

@@ -223,7 +223,7 @@ class ActorGroup:
         self.end(rank)
         with self._lock:
             if self._ended:
-                raise ClusterError(f"{self.name}-{rank} is not started again: its group has been ended")
+                raise ClusterError(f"{self.name}-{rank} is not restarted: its group has been shut down")
             self.actors[rank] = self._start(rank)
         until = time.monotonic() + timeout
         self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]

@@ -102,7 +102,7 @@ class UnavailableNodes:
 
     def text(self) -> str:
         """Returns a phrase for the user with the addresses of the silent and the dead nodes; "" without any."""
-        parts = (("no answer any more from", self.silent), ("Ray has given up", self.dead))
+        parts = (("no longer answering:", self.silent), ("dead according to Ray:", self.dead))
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
 

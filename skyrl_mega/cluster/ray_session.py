@@ -92,7 +92,7 @@ def session(
 
     common = {"logging_level": log_level, "log_to_driver": False, "namespace": f"skyrl-mega-{os.getpid()}"}
     if ray.is_initialized():
-        raise ClusterError("this process is connected to Ray already")
+        raise ClusterError("this process is connected to Ray already; call ray.shutdown() before")
     with contextlib.ExitStack() as stack:
         if address:
             stack.callback(ray.shutdown)
@@ -117,14 +117,14 @@ def _join(address: str, common: Mapping[str, Any]) -> None:
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         # A server responds, but Ray gives no more detail about a rejected token.
         raise UserError(
-            f"whoever answers there does not let us in ({_first_line(error)}); is it a Ray "
-            "cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or "
+            f"the server there refuses the connection ({_first_line(error)}); if it is a Ray "
+            "cluster with a token, give the token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or "
             "RAY_AUTH_TOKEN_PATH",
             key="RAY_ADDRESS",
             value=address,
         ) from error
     except (RuntimeError, ValueError) as error:
-        raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
+        raise ClusterError(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {_first_line(error)}") from error
 
 
 def _start(
@@ -170,7 +170,7 @@ def _start(
             say(f"Ray did not start ({why}); trying again")
             reaper.end_cluster(str(folder / "r"), os.getpid())
     if ray.util.get_node_ip_address() != "127.0.0.1":
-        raise ClusterError("Ray would listen beyond this machine: import skyrl_mega.cluster before ray")
+        raise ClusterError("Ray would accept connections from other machines; import skyrl_mega.cluster before ray")
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
@@ -276,27 +276,29 @@ def _wait_for_nodes(
         probed, now = try_probe(), time.monotonic()
         if probed is None:
             if now - started > timeout_s:
-                raise ClusterError(f"the Ray cluster does not say within {timeout_s:g} s which nodes it has")
+                raise ClusterError(
+                    f"Ray did not list the nodes of its cluster within {timeout_s:g} s; does its head node run?"
+                )
             time.sleep(0.5)
             continue
         nodes, missing = probed
         silent_since = {node.id: silent_since.get(node.id, now) for node in missing.silent}
         usable = [node for node in nodes if node.gpus or not gpus]
         without = [node for node in nodes if gpus and not node.gpus]
-        present = f"{len(usable)} of {count} {kind} of the Ray cluster are there"
+        present = f"{len(usable)} of {count} {kind} of the Ray cluster have joined"
         named = (("", usable), ("without GPUs: ", without), ("listed, but without an answer: ", missing.silent))
         if parts := [f"{words}{_addresses(group)}" for words, group in named if group]:
             present += f": {'; '.join(parts)}"
         late, noticed = now - started > timeout_s, all(now - since > notice_s for since in silent_since.values())
         if len(usable) >= count and (late or noticed):
             if missing.silent:
-                say(f"{present}; Ray keeps what is silent, and the run goes on")
+                say(f"{present}; Ray still lists the silent nodes, and the run starts without waiting for them")
             return missing
         if late:
-            raise NodesMissing(f"{present}; the others did not come within {timeout_s:g} s")
+            raise NodesMissing(f"{present}; the others did not join within {timeout_s:g} s")
         if present != last_message:
             last_message = present
-            say(f"{present}; waiting for {'the others' if len(usable) < count else 'Ray to notice'}")
+            say(f"{present}; waiting for {'the others' if len(usable) < count else 'Ray to drop the silent nodes'}")
         time.sleep(0.5)
 
 
@@ -314,7 +316,7 @@ def _naming_lost_nodes(before: UnavailableNodes) -> Iterator[None]:
         yield
     except (ActorFailed, ClusterError) as error:
         if (lost := lost_since(before)) is not None and (text := lost.text()):
-            raise NodeLost(f"{error}; of the Ray cluster's nodes: {text}") from error
+            raise NodeLost(f"{error}; lost nodes of the Ray cluster: {text}") from error
         raise
 
 

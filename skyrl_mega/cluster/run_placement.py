@@ -106,8 +106,8 @@ def check_nodes(config: Config, training: bool = True) -> None:
         ranks = {"policy": policy.ranks, "reference": reference.ranks, "critic": critic.ranks}
         groups = [*(f"{name} {count}" for name, count in ranks.items() if count), *groups]
     raise UserError(
-        f"{' + '.join(groups)} have no place there: what is left of a node of {per_node} GPUs "
-        "(cluster.gpus_per_node) does not hold a whole engine",
+        f"{' + '.join(groups)} do not fit there: the GPUs left of a node of {per_node} "
+        "(cluster.gpus_per_node) do not hold a whole engine",
         key="cluster.nodes",
         value=nodes,
         fix=f"give cluster.nodes={enough}, fewer rollout.engines or a smaller rollout.tensor",

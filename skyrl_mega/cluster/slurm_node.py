@@ -199,7 +199,7 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
     finally:
         _end(checking)
     if code:
-        raise Ended(code, "the launcher refuses its arguments")
+        raise Ended(code, "the launcher refuses its arguments; its message is above")
     with RayNode(job, HEAD) as node:
         address = node.started()
         job.mark("address", address)
@@ -212,7 +212,7 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
         finally:
             _end(process)
         name = "launcher" if job.command == "launch" else job.command
-        job.say(f"the {name} ended with {code}")
+        job.say(f"the {name} ended with exit code {code}")
         return code
 
 
@@ -347,7 +347,7 @@ class RayNode:
         """Raises NodeFailed, with the last line of Ray's log, if Ray ended on this node before the job."""
         if self._process.poll() is not None and not (self.job.folder / "code").exists():
             lines = self.log.read_text().strip().splitlines()
-            raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
+            raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without output'}); its log: {self.log}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -93,7 +93,7 @@ class Supervisor:
             try:
                 temporary_files.remove(path)
             except OSError as error:
-                _say(f"{path} is left: {error}")
+                _say(f"{path} could not be removed: {error}")
         self.on_cleared()
         self.terminal.restore(killed)
         return self._code()
@@ -139,7 +139,7 @@ class Supervisor:
         if code >= 0 and code == self.channel.finished:
             return code
         if code < 0:
-            why = ", perhaps by the kernel for want of memory" if code == -signal.SIGKILL else ""
+            why = ", perhaps by the kernel, out of memory" if code == -signal.SIGKILL else ""
             event = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
         elif self.channel.finished is None:
             event = (

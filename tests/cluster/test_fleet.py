@@ -154,7 +154,7 @@ def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
     with release_policy_cache(group, 2, 3.0, messages.append, engine=0):
         pass
     gather([busy], 120)
-    assert messages == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]
+    assert messages == ["server-0 freed no GPU memory within 3 s; engine-0 restarts and may lack memory"]
     assert group.call_all("gave", timeout=120) == [1, 2]
 
 

@@ -103,7 +103,10 @@ def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monke
     monkeypatch.setattr(ray_session.time, "sleep", noticed)
     before = ray_session._wait_for_nodes(2, 60.0, messages.append, gpus=False, notice_s=60.0)
     assert before.silent == [] and [node.id for node in before.dead] == ["b"]
-    assert [line.rpartition("; ")[2] for line in messages] == ["waiting for the others", "waiting for Ray to notice"]
+    assert [line.rpartition("; ")[2] for line in messages] == [
+        "waiting for the others",
+        "waiting for Ray to drop the silent nodes",
+    ]
 
 
 def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
@@ -125,7 +128,7 @@ def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     messages: list[str] = []
     before = ray_session._wait_for_nodes(2, 600.0, messages.append, gpus=False, notice_s=60.0)
     assert 160 <= clock[0] <= 161 and [node.id for node in before.silent] == ["b"]
-    assert "Ray keeps what is silent" in messages[-1]
+    assert "Ray still lists the silent nodes" in messages[-1]
     assert nodes.lost_since(before) == UnavailableNodes([], [], frozenset()), "it was silent before"
     listed[1]["Alive"] = False
     lost = nodes.lost_since(before)
@@ -137,7 +140,7 @@ def test_who_is_waited_for_is_said_beside_what_a_program_reads(
 ) -> None:
     monkeypatch.setattr("ray.nodes", lambda: [told("a", address="127.0.0.1", port=unused())])
     with pytest.raises(
-        NodesMissing, match=r"^0 of 1 nodes of the Ray cluster are there: listed, but without an answer"
+        NodesMissing, match=r"^0 of 1 nodes of the Ray cluster have joined: listed, but without an answer"
     ):
         ray_session._wait_for_nodes(1, 0.2, ray_session._to_stderr, gpus=False)
     told_to = capsys.readouterr()
@@ -154,7 +157,7 @@ def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypa
     listed += [told("new", address="127.0.0.2", port=unused()), told("newer", address="10.0.0.3", alive=False)]
     lost = nodes.lost_since(before)
     assert lost is not None
-    assert lost.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
+    assert lost.text() == "no longer answering: 127.0.0.2; dead according to Ray: 10.0.0.3"
 
 
 def test_a_node_that_only_manages_takes_no_actor_along(
@@ -188,7 +191,7 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
     for asked in (fails, system_error, full, hangs):
         monkeypatch.setattr("ray.nodes", asked)
         assert nodes.lost_since(UnavailableNodes([], [])) is None
-        with pytest.raises(ClusterError, match="does not say within 0 s which nodes it has"):
+        with pytest.raises(ClusterError, match="did not list the nodes of its cluster within 0 s"):
             ray_session._wait_for_nodes(1, 0.0, print, gpus=False)
     with pytest.raises(ActorFailed) as caught, ray_session._naming_lost_nodes(UnavailableNodes([], [])):
         raise RANK
@@ -223,6 +226,6 @@ def test_a_fault_is_the_nodes_where_one_is_gone(
 
     with pytest.raises(NodeLost) as named:
         fails(fault, "2")
-    assert str(named.value) == f"{fault}; of the Ray cluster's nodes: Ray has given up 10.0.0.2"
+    assert str(named.value) == f"{fault}; lost nodes of the Ray cluster: dead according to Ray: 10.0.0.2"
     with pytest.raises(UserError):
         fails(UserError("a mistake"), "3")

@@ -198,7 +198,7 @@ def test_an_evaluations_engines_need_nodes_that_hold_them_whole() -> None:
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=2, gpus_per_node=8), rollout=RolloutConfig(engines=5, tensor=3)
     )
-    assert refused(config, training=False).startswith("cluster.nodes = 2: 5 engines of 3 GPUs have no place there")
+    assert refused(config, training=False).startswith("cluster.nodes = 2: 5 engines of 3 GPUs do not fit there")
     assert not refused(replace(config, rollout=RolloutConfig(engines=4, tensor=3)), training=False)
 
 

@@ -112,9 +112,7 @@ def test_the_drivers_death_is_a_fault_in_one_line_and_leaves_nothing(tmp_path: P
     driver = driver_of(process)
     os.kill(driver, signal.SIGKILL)
     code, _, errors = end(process)
-    line = (
-        f"fault: the driver (process {driver}) was ended by SIGKILL, perhaps by the kernel for want of memory; the same"
-    )
+    line = f"fault: the driver (process {driver}) was ended by SIGKILL, perhaps by the kernel, out of memory; the same"
     assert code == 1 and errors == f"{line} command goes on\n"
     assert living(tmp_path) == [] and list(tmp_path.iterdir()) == []
 

@@ -106,7 +106,7 @@ def test_a_run_survives_a_lost_node(
         slurm.wait_for(job, "asked to end: the launcher writes a checkpoint", timeout=120)
     (gate / "closed_after").unlink()
     if limit:
-        slurm.wait_for(job, "the launcher ended with 75", timeout=200)
+        slurm.wait_for(job, "the launcher ended with exit code 75", timeout=200)
         slurm.until(lambda: slurm.job(job)["Restarts"] == "2", job, timeout=100)
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 

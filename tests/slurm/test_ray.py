@@ -28,6 +28,6 @@ def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
             return str(caught.value)
 
         other = launch(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
-        assert "exit 2" in other and "does not let us in" in other and "RAY_AUTH_TOKEN_PATH" in other
+        assert "exit 2" in other and "refuses the connection" in other and "RAY_AUTH_TOKEN_PATH" in other
         missing = launch("cluster.nodes=3", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.token)
-        assert "exit 1" in missing and "2 of 3 nodes of the Ray cluster are there: 10.77.0.1, 10.77.0.2" in missing
+        assert "exit 1" in missing and "2 of 3 nodes of the Ray cluster have joined: 10.77.0.1, 10.77.0.2" in missing

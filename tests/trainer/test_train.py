@@ -18,8 +18,8 @@ from skyrl_mega.trainer import checkpoints, setup, shutdown, train
 
 Fault = Exception | None
 RANK = ActorFailed("policy", 1, "train", "its process died")
-NODE = NodeLost("policy-0 failed; of the Ray cluster's nodes: no answer any more from 10.0.0.2")
-MISSING = NodesMissing("1 of 2 nodes of the Ray cluster are there")
+NODE = NodeLost("policy-0 failed; lost nodes of the Ray cluster: no longer answering: 10.0.0.2")
+MISSING = NodesMissing("1 of 2 nodes of the Ray cluster have joined")
 Trains = Callable[..., tuple[int, list[str]]]
 
 
