@@ -34,14 +34,14 @@ class Presence:
     def check(self) -> None:
         """Raises NotReady if a part is asleep, or the weights are undefined."""
         if self.asleep:
-            raise NotReady(f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request")
+            raise NotReady(f"the engine is asleep: {', '.join(sorted(self.asleep))}; call `wake` before a request")
         if not self.defined:
-            raise NotReady("its weights are undefined: a weight sync comes before a request")
+            raise NotReady("the engine's weights are undefined; sync the weights before a request")
 
     def check_weights(self) -> None:
         """Raises NotReady if the weights are asleep, so that there is no memory to receive weights."""
         if WEIGHTS in self.asleep:
-            raise NotReady(f"asleep: {WEIGHTS}; `wake` comes before a weight sync")
+            raise NotReady(f"the engine is asleep: {WEIGHTS}; call `wake` before a weight sync")
 
     def drop(self, parts: Collection[str]) -> list[str]:
         """Marks parts as asleep and returns those of them that were present until now, sorted. Frees no memory. Weights
@@ -55,7 +55,9 @@ class Presence:
         """
         kept = [part for part in parts if part not in self.sleeps]
         if kept:
-            raise ValueError(f"{', '.join(kept)}: kept, this engine was started to drop {sorted(self.sleeps)}")
+            raise ValueError(
+                f"{', '.join(kept)}: cannot sleep, as the engine was started to drop only {sorted(self.sleeps)}"
+            )
         new = sorted(set(parts) - self.asleep)
         self.asleep.update(new)
         if WEIGHTS in new:

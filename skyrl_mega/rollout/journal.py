@@ -161,7 +161,9 @@ def read(file: Path) -> list[RecordedTurn]:
         rows = zip(table.select(names).to_pylist(), arrays, strict=True)
         return [_turn_of(row, tokens, logprobs) for row, (tokens, logprobs) in rows]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        raise UserError(f"it has no turns ({one_line(str(error))})", key=file, fix="take another checkpoint") from error
+        raise UserError(
+            f"it cannot be read as recorded turns ({one_line(str(error))})", key=file, fix="take another checkpoint"
+        ) from error
 
 
 def _turn_of(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> RecordedTurn:

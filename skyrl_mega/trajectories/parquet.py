@@ -143,7 +143,7 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
         ray.get(writing, timeout=WRITE_S)
     except ray.exceptions.GetTimeoutError as error:
         ray.cancel(writing, force=True)
-        raise ClusterError(f"{path}: it was not written within {WRITE_S:g} s") from error
+        raise ClusterError(f"{path}: it was not written within {WRITE_S:g} s; is the disk slow?") from error
     except ray.exceptions.RayTaskError as error:
         raise cause_of(error) from None
     except ray.exceptions.RayError as error:

@@ -237,7 +237,9 @@ def test_an_engine_argument_that_vllm_takes_no_such_value_for(inputs: Path) -> N
         ("hf_token=7", "hf_token = ***: allowed is true or false or a text"),
         ("max_logprobs=null", "max_logprobs = null: allowed is a whole number"),
     ):
-        assert f"rollout.options.{takes}; vLLM's own is" in refused(inputs, f"rollout.options.{given}")
+        assert f"rollout.options.{takes}; leave the option out to keep vLLM's default" in refused(
+            inputs, f"rollout.options.{given}"
+        )
     arguments.check({"cpu_offload_gb": 4, "block_size": None, "hf_token": "own", "attention_backend": "FLASH_ATTN"})
 
 

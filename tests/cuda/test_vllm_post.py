@@ -315,7 +315,7 @@ def test_updates_leave_what_a_fresh_load_would(found: dict[str, Any], case: str)
 
 def test_a_part_of_a_repacked_layer_changes_nothing(found: dict[str, Any]) -> None:
     refused = found["refusals"]
-    missing = "model.layers.0.mlp.experts.routed_experts.w2_weight: did not arrive"
+    missing = "the engine did not receive model.layers.0.mlp.experts.routed_experts.w2_weight"
     assert refused["part, check=False"] == refused["part, check=True"] == missing
     assert refused["changed"] == []
 

@@ -110,7 +110,9 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path, columns: dict[str,
         pq.write_table(
             pa.table({"request": ["a/0"], "asked": [b"0"], "finish": ["stop"], "versions": spans} | columns), file
         )
-    with pytest.raises(UserError, match=r"turns-driver.parquet: it has no turns .*; take another checkpoint") as found:
+    with pytest.raises(
+        UserError, match=r"turns-driver.parquet: it cannot be read as recorded turns .*; take another checkpoint"
+    ) as found:
         journal.read_all(tmp_path)
     assert "\n" not in str(found.value)
 

@@ -107,7 +107,7 @@ def test_an_engine_that_gives_none_leaves_no_column() -> None:
 def test_a_turn_with_too_few_routes_is_refused() -> None:
     t, routes = empty(), TurnRoutes()
     say(t, Kind.PROMPT, [1, 2, 3])
-    with pytest.raises(WrongRoutes, match="request r: routes of 3 tokens for 4 that are new"):
+    with pytest.raises(WrongRoutes, match="request r: the engine returned routes of 3 tokens instead of 4"):
         speak(t, routes, [4, 5], shift=1)
 
 
@@ -184,7 +184,7 @@ def test_planted_faults_of_an_engine_are_refused() -> None:
         (read(tokens[:-1]), "routes of 4 tokens for 5"),
         (read([2, 3, 4, 5, 6]), "at position 0 are token 2's; token 1 is there"),
         (read([1, 2, 4, 3, 5]), "at position 2 are token 4's; token 3 is there"),
-        (stale, r"at position 0 are of weight version 2; the request was drawn with \[3\]"),
+        (stale, r"at position 0 are of weight version 2; the request was sampled with \[3\]"),
         (lost, r"token 3 in layer 2 has experts \[-1, -1\]"),
         (twice, r"token 2 in layer 0 has experts \[3, 3\]"),
         (beyond, r"token 2 in layer 0 has experts \[2, 4\]|token 2 in layer 0 has experts \[3, 4\]"),
@@ -199,7 +199,11 @@ def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
     given = np.full((3, 3, 2), 7, np.uint8)
     given[:, [0, 2]] = wanted - 1
     assert output_routes(given, 3, shape=SHAPE, name="r").tolist() == wanted.tolist()
-    for wrong, why in ((None, "gave no routes"), (given[:, :2], "lack layer 2"), (given[:2], r"\[2, 2, 2\]; \[3")):
+    for wrong, why in (
+        (None, "returned no expert routes"),
+        (given[:, :2], "lack layer 2"),
+        (given[:2], r"\[2, 2, 2\]; \[3"),
+    ):
         with pytest.raises(WrongRoutes, match=why):
             output_routes(wrong, 3, shape=SHAPE, name="r")
 
@@ -270,7 +274,7 @@ def test_what_failed_needs_no_routes_and_an_engine_has_to_give_some() -> None:
     failed = played(False)
     failed.columns, failed.status = {}, Status.ERROR_ENV
     check_routes(batch_of(played(False), failed))
-    with pytest.raises(WrongRoutes, match="the engines gave no routes"):
+    with pytest.raises(WrongRoutes, match="the engines returned no expert routes"):
         check_routes(batch_of(failed))
 
 

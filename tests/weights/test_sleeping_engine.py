@@ -144,15 +144,21 @@ def test_without_weights_no_request_is_answered(place: Place) -> None:
     assert fleet.serving == []
     with pytest.raises(NoServingActor, match="asleep: engine_weights, kv_cache"):
         fleet.ask("forget", timeout=60)
-    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("asleep: engine_weights, kv_cache")
-    assert refused(place, lambda: place.call("begin_update")).startswith("asleep: engine_weights; `wake`")
-    assert refused(place, lambda: place.call("check_weights")).startswith("asleep: engine_weights; `wake`")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith(
+        "the engine is asleep: engine_weights, kv_cache"
+    )
+    assert refused(place, lambda: place.call("begin_update")).startswith(
+        "the engine is asleep: engine_weights; call `wake`"
+    )
+    assert refused(place, lambda: place.call("check_weights")).startswith(
+        "the engine is asleep: engine_weights; call `wake`"
+    )
     assert place.call("health") == place.call("health")
     place.call("probe")
     fleet.wake(ENGINE)
     assert fleet.serving == []
-    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
-    assert refused(place, lambda: place.call("resume")).startswith("its weights are undefined")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("the engine's weights are undefined")
+    assert refused(place, lambda: place.call("resume")).startswith("the engine's weights are undefined")
     place.sync.sync(4)
     assert fleet.serving == [0]
     assert place.ask() == place.answers
@@ -163,15 +169,15 @@ def test_an_update_that_fails_half_way_leaves_nothing_to_be_served(place: Place)
     place.fleet.wake([WEIGHTS])
     place.call("begin_update")
     lacking = refused(place, lambda: place.call("end_update", 5))
-    assert "model.embed_tokens.weight: did not arrive" in lacking
+    assert "did not receive model.embed_tokens.weight" in lacking
     place.call("abandon_update")
-    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("the engine's weights are undefined")
     place.sync.sync(5)
     assert place.ask() == place.answers
     # Engines with kept weights hold half of an update, too.
     place.call("begin_update")
     place.call("abandon_update")
-    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("the engine's weights are undefined")
     place.sync.sync(6)
 
 

@@ -510,5 +510,5 @@ def _shape(spec: EngineSpec) -> RouteShape:
     hf = read_config(Path(spec.path))
     shape = RouteShape.of(architecture(hf).describe(hf))
     if shape is None:
-        raise UserError(f"model.path={spec.path} has no experts to be routed to; give off", key="policy.moe.replay")
+        raise UserError(f"the model of model.path={spec.path} has no experts; give off", key="policy.moe.replay")
     return shape

@@ -42,7 +42,7 @@ def check(options: Mapping[str, Any]) -> None:
         if not _accepts(value, known[name]):
             allowed = " or ".join(text for kind, text in TAKES.items() if kind in known[name])
             raise UserError(
-                f"allowed is {allowed}; vLLM's own is there without it",
+                f"allowed is {allowed}; leave the option out to keep vLLM's default",
                 key=f"rollout.options.{name}",
                 value=shown(value),
             )

@@ -219,8 +219,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         for layer in self.layers:
             if layer.missing:
                 if self.undefined or (layer.live and (_quantised(layer.module) or _repacked(layer.module))):
-                    brings = "; weights.wire=fp8 brings scales" if _quantised(layer.module) else ""
-                    raise RuntimeError(f"{', '.join(sorted(layer.missing))}: did not arrive{brings}")
+                    brings = "; give weights.wire=fp8, which sends scales" if _quantised(layer.module) else ""
+                    raise RuntimeError(f"the engine did not receive {', '.join(sorted(layer.missing))}{brings}")
                 layer.missing.clear()
                 self._close_layer(layer)
         if not self.checking:

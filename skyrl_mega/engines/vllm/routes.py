@@ -184,19 +184,21 @@ def verified_routes(
     """
     if read is None or len(read.tokens) < len(tokens):
         known = 0 if read is None else len(read.tokens)
-        raise WrongRoutes(f"request {name}: routes of {known} tokens for {len(tokens)} that the engine has read")
+        raise WrongRoutes(
+            f"request {name}: routes of {known} tokens are recorded, but the engine has read {len(tokens)}"
+        )
     selected = read.select(slice(first, len(tokens)))
     if (other := selected.tokens != tokens[first:]).any():
         at = int(other.argmax())
         raise WrongRoutes(
-            f"request {name}: the routes at position {first + at} are token {selected.tokens[at]}'s; "
-            f"token {tokens[first + at]} is there"
+            f"request {name}: the routes at position {first + at} are token {selected.tokens[at]}'s, but "
+            f"the request has token {tokens[first + at]} there"
         )
     if versions is not None and (stale := ~np.isin(selected.versions, list(versions))).any():
         at = int(stale.argmax())
         raise WrongRoutes(
             f"request {name}: the routes at position {first + at} are of weight version {selected.versions[at]}; the "
-            f"request was drawn with {sorted(versions)}"
+            f"request was sampled with {sorted(versions)}"
         )
     shape.check(selected.routes, len(tokens) - first, f"request {name}, from position {first}")
     return selected.routes
@@ -219,7 +221,7 @@ def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape,
         WrongRoutes: Routes are missing or impossible for the model.
     """
     if experts is None:
-        raise WrongRoutes(f"request {name}: vLLM gave no routes")
+        raise WrongRoutes(f"request {name}: vLLM returned no expert routes")
     if experts.ndim != 3 or experts.shape[1] <= shape.layers[-1]:
         raise WrongRoutes(f"request {name}: vLLM's routes are {list(experts.shape)}, and lack layer {shape.layers[-1]}")
     routes = (experts[:, list(shape.layers)].astype(np.int32) + 1).astype(shape.dtype)

@@ -230,7 +230,7 @@ class ProcessMemory:
 
 
 def _raise_dropped(*_: Any, **__: Any) -> Tensor:
-    raise RuntimeError("the weights of this layer have been dropped; an update brings them")
+    raise RuntimeError("the weights of this layer have been dropped (the engine is asleep); sync the weights first")
 
 
 def take_pages(storage: torch.UntypedStorage) -> None:

@@ -93,7 +93,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _receive(self, checksums: bool) -> Any:
         if self.exchange is None:
-            raise RuntimeError("weights are received after init_weight_transfer_engine only")
+            raise RuntimeError("weights cannot be received yet; call init_weight_transfer_engine before")
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:

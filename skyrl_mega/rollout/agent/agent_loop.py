@@ -349,7 +349,7 @@ class Agent:
             response, length = t.response_length + more, len(t.context) + more
         else:
             if not self.limits.rewrites:
-                text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
+                text = "step: messages is a new conversation; that needs rollout.step_wise=turns or merged"
                 raise opened.env.fault(Status.ERROR_ENV, text)
             new = self._tokens(opened, "step: messages", self.first, answer.messages, tools)
             response, length = t.response_length, len(new)

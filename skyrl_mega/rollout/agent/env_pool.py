@@ -53,7 +53,10 @@ class Call:
             try:
                 self.late()
             except Exception as raised:
-                log.warning("an environment that came back late: %s", type(raised).__name__)
+                log.warning(
+                    "an environment returned after its time limit, and then could not be closed: %s",
+                    type(raised).__name__,
+                )
         return value, error
 
     def give_up(self) -> bool:

@@ -55,7 +55,8 @@ class TooLong(UserError):
 
     def __init__(self, tokens: int, most: int) -> None:
         super().__init__(
-            f"rollout.max_length = {most}: a text has at least {tokens} tokens; give it room, or leave the text out"
+            f"rollout.max_length = {most}: a text has at least {tokens} tokens; give a larger limit, or leave "
+            "the text out"
         )
         self.tokens = tokens
 

@@ -43,8 +43,8 @@ class TurnRoutes:
         end = len(t.tokens) + len(completion.tokens) - 1
         if len(completion.routes) != end - begins:
             raise WrongRoutes(
-                f"request {completion.id}: routes of {len(completion.routes)} tokens for {end - begins} that are new "
-                "to the engine"
+                f"request {completion.id}: the engine returned routes of {len(completion.routes)} tokens instead of "
+                f"{end - begins}"
             )
         if begins > self.known:  # the environment replaced the conversation
             self.parts.append(_none(completion.routes, begins - self.known))

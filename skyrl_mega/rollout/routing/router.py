@@ -204,7 +204,7 @@ class Router:
     async def _answer(self, request: Request) -> Completion:
         """Queues a request and waits for the answer of an engine."""
         if request.id in self.names:
-            raise ValueError(f"two requests at once are called {request.id}")
+            raise ValueError(f"a request with the id {request.id} is in progress already")
         self.names.add(request.id)
         loop = asyncio.get_running_loop()
         waiting = QueuedRequest(request, loop.create_future())

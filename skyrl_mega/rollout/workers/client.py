@@ -241,8 +241,8 @@ class WorkerClient:
             return  # `_listen` handles the same error
         except TimeoutError:
             self.workers.say(
-                f"{name} has not written what the policy has said within {WRITE_S:g} s: a run that resumes asks for it "
-                "again"
+                f"{name} did not write its recorded turns within {WRITE_S:g} s; a resumed run generates these "
+                "turns again"
             )
 
     def forget(self, trajectory: str) -> None:
