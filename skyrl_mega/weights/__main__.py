@@ -8,7 +8,7 @@
 from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
-    driver.start("nothing is left of it, and the same command begins again")
+    driver.start("nothing was saved; the same command starts from the beginning")
     from skyrl_mega.cli.weights import main  # imported late: only the driver needs its packages
 
     driver.run(main)

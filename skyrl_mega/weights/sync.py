@@ -182,7 +182,7 @@ class WeightSync:
             plan_placement(self.config),
         )
         if placement not in (planned, self.placement):
-            self.say(f"placed otherwise than planned: {differences(planned, placement)}")
+            self.say(f"the processes are not placed as planned: {differences(planned, placement)}")
         self.placement = placement
         return placement
 
@@ -198,7 +198,7 @@ class WeightSync:
         plan = connection.plan(expected)
         if plan.digest != self.digest:
             self.digest = plan.digest
-            self.say(f"transfer plan {plan.digest}: an engine worker gets {max(plan.bytes_in):,} bytes at most")
+            self.say(f"transfer plan {plan.digest}: an engine worker receives at most {max(plan.bytes_in):,} bytes")
         return plan
 
     def _transfer(self, version: int) -> dict[str, float]:

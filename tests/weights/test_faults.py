@@ -221,6 +221,6 @@ def test_a_meeting_that_is_called_off_keeps_nobody_waiting() -> None:
         time.sleep(0.3)
         start = time.monotonic()
         call_off(store, "g", "engine-0 died")
-        with pytest.raises(TransportError, match=r"policy rank 0: the meeting was called off: engine-0 died"):
+        with pytest.raises(TransportError, match=r"policy rank 0: joining was cancelled: engine-0 died"):
             joining.result(50)
     assert time.monotonic() - start < 40

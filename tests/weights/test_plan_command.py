@@ -34,7 +34,7 @@ def test_a_table_that_lines_up(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert nodes[2].split()[6] == "6.172"
     assert lines[-2].endswith("lower bound 0.0154 s")
     assert re.fullmatch(
-        r"beside it the host: 2\.\d+ s the first time, 0\.0\d+ s later, 0\.0\d+ s with checksums", lines[-1]
+        r"host time in addition: 2\.\d+ s in the first sync, 0\.0\d+ s later, 0\.0\d+ s with checksums", lines[-1]
     )
 
 

@@ -198,7 +198,7 @@ def test_as_planned_the_plan_is_the_dry_runs(monkeypatch: pytest.MonkeyPatch, tm
     sync._connect([0, 1])
     digest = dry_run.values(config, HF)["plan"]["digest"]
     assert told(policy).plan().digest == digest
-    assert len(messages) == 1 and messages[0].startswith(f"transfer plan {digest}: an engine worker gets ")
+    assert len(messages) == 1 and messages[0].startswith(f"transfer plan {digest}: an engine worker receives ")
 
 
 def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, t
     assert (inputs.sources, inputs.targets) == ((1, 3), (0, 2))
     assert told(policy).plan().topology.sources == (1, 3)
     assert messages[0] == (
-        "placed otherwise than planned: policy rank 0 on node 0 device 1, not node 0 device 0; "
+        "the processes are not placed as planned: policy rank 0 on node 0 device 1, not node 0 device 0; "
         "policy rank 1 on node 1 device 1, not node 0 device 1; worker 0 on node 0 device 0, not node 1 device 0; "
         "worker 1 on node 1 device 0, not node 1 device 1"
     )
@@ -235,5 +235,7 @@ def test_a_kept_plan_of_other_settings_is_made_again(
     sync, _ = connected(monkeypatch, tmp_path, config, policy, engines)
     with caplog.at_level(logging.WARNING):
         sync._connect([0, 1])
-    assert f"has plan {other.digest}, these settings give {planned.digest}; it is made again" in caplog.text
+    assert (
+        f"has plan {other.digest}, but these settings give plan {planned.digest}; the file is replaced" in caplog.text
+    )
     assert told(policy).plan().digest == sync.digest == planned.digest  # the ranks read this plan from disk

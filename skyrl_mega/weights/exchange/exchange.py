@@ -56,7 +56,9 @@ class Staging:
             RuntimeError: The buffers are already allocated.
         """
         if self._allocated is not None:
-            raise RuntimeError("the lane's buffers are made; an exchange that shares a lane is built before any runs")
+            raise RuntimeError(
+                "the staging buffers are allocated; build all exchanges that share a Staging before any runs"
+            )
         self._size, self._count = max(size, self._size), max(count, self._count)
         self._shared = shared or self._shared
 
@@ -169,7 +171,7 @@ class Exchange:
             with self._staging.on_stream():
                 self._device_peers, self._owner = connect(transport, owners, self._staging.buffers)
         elif device_peers or self._peer_buckets:
-            raise ValueError("processes that share a device cannot share a lane")
+            raise ValueError("exchanges of processes on the same device cannot share a Staging")
         self._sources, self._targets = (
             BucketViewCache(True, self._staging.device),
             BucketViewCache(False, self._staging.device),
@@ -289,7 +291,7 @@ class Exchange:
         for name in self._places.keys() - target.keys() - self._target_scales.keys():
             assert shard is not None
             if not any(p.param == name and p.tensor in self.wire.scales for p in shard.pieces):
-                raise ValueError(f"parts of {name} arrive, and no such parameter is given")
+                raise ValueError(f"the plan delivers parts of {name}, but the target parameters lack it")
             self._target_scales[name] = torch.empty(shard.params[name], device=self.transport.device)
 
 

@@ -33,7 +33,7 @@ class ChecksumError(RuntimeError):
     """
 
     def __init__(self, tensor: str, box: object, source: str, target: str) -> None:
-        super().__init__(f"{target}: {tensor}, {box} is not what {source} sent")
+        super().__init__(f"{target}: {tensor}, {box} is not what {source} sent (the checksums differ)")
         self.tensor, self.box, self.source, self.target = tensor, box, source, target
 
 

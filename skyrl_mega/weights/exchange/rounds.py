@@ -31,7 +31,7 @@ def rounds(
         ValueError: `live` is below 2.
     """
     if live < 2:
-        raise ValueError(f"a process that sends and receives at once holds 2 buckets, more than {live}")
+        raise ValueError(f"live = {live}: a process that sends and receives at once needs 2 buckets")
     # Sets of rounds are integers with one bit per round, so the first fit takes only a few machine instructions.
     sends, receives = [0] * processes, [0] * processes
     held = [[0] * live for _ in range(processes)]  # held[p][n]: rounds in which p holds more than n buckets

@@ -53,17 +53,19 @@ def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        log.warning("%s is no plan of these layouts (%s); it is made again", path, error)
+        log.warning("%s is no plan for these settings (%s); the plan is computed again", path, error)
     if cached is not None:
         if digest in (None, cached.digest):
             return cached
-        log.warning("%s has plan %s, these settings give %s; it is made again", path, cached.digest, digest)
+        log.warning(
+            "%s has plan %s, but these settings give plan %s; the file is replaced", path, cached.digest, digest
+        )
         path.unlink()  # otherwise other processes would use it
     plan = make()
     try:
         _write(path, key_text, plan)
     except OSError as error:
-        log.warning("the plan is not kept: %s", error)
+        log.warning("the transfer plan cannot be stored, so every process computes it: %s", error)
     return plan
 
 
@@ -108,7 +110,7 @@ def _read(path: Path, key_text: str) -> Plan:
         a = {name: file[name] for name in file.files}
     header = json.loads(a["header"].tobytes())
     if header["key"] != key_text:
-        raise ValueError("it was made for something else")
+        raise ValueError("it is for other settings")
     tensors = {name: tuple(shape) for name, shape in header["tensors"].items()}
     parts = TransferTable(tensors, a["tensor"], a["start"], a["shape"], a["nbytes"])
     receivers = _parted(a["route_receivers"], a["route_receivers_count"])
@@ -125,5 +127,5 @@ def _joined(rows: list[Any]) -> np.ndarray:
 
 def _parted(flat: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     if counts.sum() != len(flat):
-        raise ValueError("its routes are cut off")
+        raise ValueError("its routes are incomplete")
     return np.split(flat, np.cumsum(counts)[:-1]) if len(counts) else []

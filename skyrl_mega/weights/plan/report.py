@@ -97,7 +97,7 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         rows.append((*row, _gb(count.fabric_in[gpus].sum()), _gb(count.local[gpus].sum())))
     omitted = [f"… and {t.nodes - MAX_NODES} more nodes (--json has all)"] if t.nodes > MAX_NODES else []
     ranks: list[Sequence[str]] = [("GB per rank", "min", "mean", "max")]
-    for name, carried in (("policy rank hands out", count.rank_out), ("engine worker gets", count.rank_in)):
+    for name, carried in (("policy rank sends", count.rank_out), ("engine worker receives", count.rank_in)):
         ranks.append((name, _gb(carried.min()), _gb(carried.mean()), _gb(carried.max())))
     slowest = max(count.seconds, key=lambda kind: count.seconds[kind])
     lines = [
@@ -111,8 +111,8 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         f"busiest NIC over mean: out {imbalance(count.nic_out):.3f}, in {imbalance(count.nic_in):.3f}",
         f"{len(plan.parts)} parts on {len(plan.routes)} routes, planned in {seconds:.2f} s",
         f"predicted {count.predicted:.4f} s ({slowest.replace('_', ' ')}), lower bound {count.bound:.4f} s",
-        f"beside it the host: {host.first:.2f} s the first time, {host.later:.3f} s later, {host.checksums:.3f} s with "
-        "checksums",
+        f"host time in addition: {host.first:.2f} s in the first sync, {host.later:.3f} s later, "
+        f"{host.checksums:.3f} s with checksums",
     ]
     return "\n".join(lines)
 

@@ -392,7 +392,7 @@ def _exchange_names(store: Store, rank: int, size: int, name: str, timeout_s: fl
     missing = [f"name/{r}" for r in range(size)]
     while missing := [key for key in missing if not store.check([key])]:
         if store.check([CALLED_OFF]):
-            raise TransportError(f"{name}: the meeting was called off: {store.get(CALLED_OFF).decode()}")
+            raise TransportError(f"{name}: joining was cancelled: {store.get(CALLED_OFF).decode()}")
         if time.monotonic() > deadline:
             absent = ", ".join(key.removeprefix("name/") for key in missing)
             raise TransportError(f"{name}: rank {absent} of {size} did not join within {timeout_s:g} s")

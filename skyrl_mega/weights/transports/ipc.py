@@ -195,7 +195,7 @@ class ToOwner(PeerChannel):
         """
         received, at = _READY.unpack(self._receive(_READY.size, what, deadline))
         if received != bucket:
-            raise self._failed(what, f"it brought bucket {received}, not {bucket}", deadline)
+            raise self._failed(what, f"it announced bucket {received}, not {bucket}", deadline)
         return int(at)
 
     def read(self, bucket: int, what: str, deadline: Deadline) -> None:
