@@ -69,13 +69,13 @@ class Checkpoints:
             damage = self._damaged.get(checkpoint) or _damage(checkpoint)
             if damage is None:
                 return checkpoint
-            self._say_once(f"{checkpoint} is left out: {damage}")
+            self._say_once(f"{checkpoint} is damaged and skipped: {damage}")
             damaged.append(damage)
         if damaged:
             raise UserError(
-                f"none of its {len(damaged)} checkpoints is whole ({damaged[0]})",
+                f"all {len(damaged)} checkpoints here are damaged (the newest: {damaged[0]})",
                 key=self.folder,
-                fix="bring the files back, or remove the folder to begin again",
+                fix="restore the files, or remove the folder to start from the first step",
             )
         return None
 
@@ -125,13 +125,20 @@ class Checkpoints:
             sync_folder(partial)
             if os.path.lexists(final):
                 if foreign := _foreign_file(final):
-                    raise FileExistsError(errno.EEXIST, "no save wrote it, and it is not replaced", str(foreign))
+                    raise FileExistsError(
+                        errno.EEXIST,
+                        "not written by a run, so no checkpoint replaces it; move it elsewhere",
+                        str(foreign),
+                    )
                 shutil.rmtree(final)
             partial.rename(final)
         sync_folder(self.folder)
         for old in self.completed()[: -self.keep]:
             if foreign := _foreign_file(old):
-                self._say_once(f"{old} is kept: no save wrote {foreign}; move it elsewhere")
+                self._say_once(
+                    f"the old checkpoint {old} is not removed, as the run did not write {foreign}; move this file "
+                    "elsewhere"
+                )
             else:
                 shutil.rmtree(old)
         return final
@@ -146,7 +153,10 @@ class Checkpoints:
         needed = sum(size for checkpoint in last for size in _sizes(checkpoint).values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise DiskFull(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
+            raise DiskFull(
+                f"a checkpoint needs about {needed / 1e9:.3g} GB, and the disk of {self.folder} has "
+                f"{free / 1e9:.3g} GB free"
+            )
 
 
 def describe_resume(folder: Path) -> str:
@@ -226,7 +236,7 @@ def _damage(checkpoint: Path) -> str | None:
         state = parse_json((checkpoint / _STATE).read_bytes())
         sizes, crcs = state[_FILES].items(), state[_CRCS]
         if _with_checksum(state) != state:
-            return f"{_STATE} is not as it was saved (CRC-32)"
+            return f"{_STATE} was changed after the save (its CRC-32 differs)"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {_STATE} cannot be read ({type(error).__name__})"
     present = _sizes(checkpoint)
@@ -234,9 +244,9 @@ def _damage(checkpoint: Path) -> str | None:
         if name not in present:
             return f"{name} is missing"
         if present[name] != size:
-            return f"{name} has {present[name]:,} bytes of {size}"
+            return f"{name} has {present[name]:,} of {size} bytes"
         if name in crcs and _crc(checkpoint / name) != crcs[name]:
-            return f"{name} is not as it was saved (CRC-32)"
+            return f"{name} was changed after the save (its CRC-32 differs)"
     try:
         for header in checkpoint.glob(f"*/{HEADER}"):
             check_tables(header.parent)

@@ -102,8 +102,8 @@ def _named_rewards(judged: list[Trajectory], name: str) -> list[float]:
         if t.status is Status.COMPLETED and name not in t.rewards:
             names = ", ".join(sorted(t.rewards)) or "none by name"
             raise UserError(
-                f"environment {t.prompt.env_class} completed a trajectory without it (its "
-                f"rewards: {names}); give one that every answer earns, be it 0, or null",
+                f"environment {t.prompt.env_class} completed a trajectory without this reward (its "
+                f"rewards: {names}); give a reward that every answer gets, even if 0, or null for the whole reward",
                 key="algorithm.dynamic_sampling.reward",
                 value=name,
             )

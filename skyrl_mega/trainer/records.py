@@ -45,4 +45,4 @@ class Records:
         """Waits for the file and ends the thread. An error is only logged, as a fault may already end the run."""
         self._thread.shutdown()
         if self._writing is not None and (error := self._writing.exception()):
-            log.warning("the last trajectory file is not complete: %s", error)
+            log.warning("the last trajectory file was not written: %s", error)

@@ -27,7 +27,7 @@ def check_routes(batch: Sequences) -> None:
         WrongRoutes: Names the first token without a route, or says that the engines returned no routes at all.
     """
     if COLUMN not in batch:
-        raise WrongRoutes("policy.moe.replay = rollout: the engines gave no routes")
+        raise WrongRoutes("policy.moe.replay = rollout: the engines returned no expert routes; give policy or off")
     routed_TM = (batch[COLUMN] > 0).all(-1)
     missing_T = _needed(batch) & ~routed_TM.all(-1)
     if missing_T.any():
@@ -35,7 +35,8 @@ def check_routes(batch: Sequences) -> None:
         sample = int(torch.searchsorted(batch.lengths.cumsum(0), at, right=True))
         raise WrongRoutes(
             f"router replay: sample {sample} of the step has no route at position {at - int(batch.starts[sample])} in "
-            f"MoE layer {int((~routed_TM[at]).nonzero()[0])} (of {routed_TM.shape[1]}), and trains on what comes after"
+            f"MoE layer {int((~routed_TM[at]).nonzero()[0])} (of {routed_TM.shape[1]}), though later tokens are "
+            "trained on; give policy.moe.replay=policy, and report this"
         )
 
 

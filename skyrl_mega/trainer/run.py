@@ -270,7 +270,7 @@ class Run:
                 if self.finished:
                     raise
                 self.checkpoint_overdue = True
-                self.console.say(f"no checkpoint of step {self.step}: {error}; tried again after the next step")
+                self.console.say(f"step {self.step} is not saved: {error}; the run tries again after the next step")
                 return
             self.checkpoint_overdue = False
             self.checkpoint_metrics = {"time/checkpoint": time.perf_counter() - start}
@@ -326,8 +326,8 @@ class Run:
         for name, model in self.trained_models.items():
             if not (newest / name).is_dir():
                 raise UserError(
-                    f"{newest} was saved by a run without a {name}; give run.name of a new run, "
-                    "or the estimator of that run",
+                    f"{newest} was saved by a run without a {name}; give another run.name, "
+                    "or the advantage estimator of that run",
                     key="algorithm.advantage",
                     value=self.config.algorithm.advantage,
                 )

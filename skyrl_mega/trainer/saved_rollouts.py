@@ -83,7 +83,7 @@ def read(
     chunks = parquet.read_some(folder / _ROWS) if not reason and (folder / _ROWS).exists() else ()
     trajectories = [store(t) for chunk in chunks for t in chunk]
     if any(by_uid[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in by_uid):
-        reason = "data.train has other prompts in their place"
+        reason = "data.train now has other prompts in their rows"
     if reason:
         stream.put_back(state["prompts"])
         return Discarded(len(state["prompts"]), reason, _named_steps(state))
@@ -143,9 +143,9 @@ def _differing(state: Mapping[str, Any], now: Mapping[str, str]) -> str:
     """Returns the reason why saved trajectories cannot be used under the present settings; empty if usable."""
     before = state.get("settings")
     if state.get("form") != FORMAT or not isinstance(before, dict):
-        return "another version of the program has written it"
+        return "another version of the program saved them"
     keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return f"not as in the checkpoint: {', '.join(keys)}" if keys else ""
+    return f"settings unlike the checkpoint's: {', '.join(keys)}" if keys else ""
 
 
 def group_indices(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

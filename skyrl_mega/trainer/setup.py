@@ -283,7 +283,7 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
             )
         if prompts and not fits:
             raise UserError(
-                f"all {len(prompts)} prompts of {key} are longer{_shortest(prompts, chat, tools)}; give more",
+                f"all {len(prompts)} prompts of {key} are longer{_shortest(prompts, chat, tools)}; give a larger limit",
                 key="rollout.max_prompt_tokens",
                 value=config.rollout.max_prompt_tokens,
             )

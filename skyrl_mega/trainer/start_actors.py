@@ -132,7 +132,10 @@ def release_policy_cache(
     answers = settle(calls, timeout_s, after_failure=timeout_s).answers
     busy = [call.actor for call in calls if call not in answers]
     if busy:
-        say(f"{', '.join(busy)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
+        say(
+            f"{', '.join(busy)} freed no GPU memory within {timeout_s:g} s; engine-{engine} restarts and may lack "
+            "memory"
+        )
     yield
 
 

@@ -76,7 +76,7 @@ def finish(run: Run) -> None:
             engines = run.sync.fleet.group
             if error.group != engines.name:
                 raise
-            run.console.say(f"note: no engine is needed any more, and the export goes on without: {error}")
+            run.console.say(f"note: the export continues without engines, which are not needed any more: {error}")
             engines.shutdown()
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())

@@ -77,11 +77,13 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
     assert lines == [
-        f"{tmp_path}/step_000003 is left out: policy/weights has 0 bytes of 1",
-        f"{tmp_path}/step_000002 is left out: policy/weights is missing",
+        f"{tmp_path}/step_000003 is damaged and skipped: policy/weights has 0 of 1 bytes",
+        f"{tmp_path}/step_000002 is damaged and skipped: policy/weights is missing",
     ]
     (tmp_path / "step_000001" / "state.json").write_text("{")
-    with pytest.raises(UserError, match=r"none of its 3 checkpoints is whole .* remove the folder to begin again"):
+    with pytest.raises(
+        UserError, match=r"all 3 checkpoints here are damaged .* remove the folder to start from the first step"
+    ):
         checkpoints.newest()
 
 
@@ -138,7 +140,7 @@ def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: P
             (new / "state.json").write_text((new / "state.json").read_text().replace("74", "75"))
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000002"
-    assert len(lines) == 1 and f"{new} is left out: " in lines[0] and named in lines[0]
+    assert len(lines) == 1 and f"{new} is damaged and skipped: " in lines[0] and named in lines[0]
     assert newest_intact(tmp_path) == newest
     if "state" not in damage and "generated" not in damage:
         with pytest.raises(Damaged, match=named):
@@ -176,7 +178,7 @@ def test_without_room_nothing_is_written_and_the_old_one_stays(tmp_path: Path, m
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, {"step": 1}, {"policy": lambda folder: (folder / "weights").write_bytes(bytes(5_000_000))})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 4_000_000))
-    with pytest.raises(DiskFull, match=r"it takes about 0.005 GB, and .* has 0.004 GB free"):
+    with pytest.raises(DiskFull, match=r"a checkpoint needs about 0.005 GB, and .* has 0.004 GB free"):
         checkpoints.save(2, {"step": 2}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
@@ -213,7 +215,10 @@ def test_files_of_a_user_in_a_checkpoint_keep_it(tmp_path: Path) -> None:
     for step in (2, 3):
         checkpoints.save(step, {"step": step}, {"policy": write})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000003"] and export.read_text() == "mine"
-    assert lines == [f"{tmp_path}/step_000001 is kept: no save wrote {export}; move it elsewhere"]
+    assert lines == [
+        f"the old checkpoint {tmp_path}/step_000001 is not removed, as the run did not write {export}; move this file "
+        "elsewhere"
+    ]
     with pytest.raises(FileExistsError, match=r"model\.safetensors"):
         checkpoints.save(1, {"step": 1}, {"policy": write})
     assert export.read_text() == "mine"
@@ -279,7 +284,7 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
 
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(3, {"step": 3}, {"policy": save})
-    with pytest.raises(UserError, match=r"none of its 1 checkpoints is whole .*rank_00000\.safetensors"):
+    with pytest.raises(UserError, match=r"all 1 checkpoints here are damaged .*rank_00000\.safetensors"):
         checkpoints.newest()
     folder = tmp_path / "checkpoints" / "step_000003"
     assert checkpoints.state(folder) == {"step": 3}

@@ -95,7 +95,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.prompt.uid % 2)),
         True,
-        "never between the answers to one",
+        "never between the answers to the same prompt",
     ),
     "greedy answers that earn what all others do": (
         "no_advantage",
@@ -159,7 +159,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, failing),
         False,
-        "9 of 128 trajectories failed, the first one so: environment guess: step raised NameError('\\x1b[31mre') "
+        "9 of 128 trajectories failed; the first error: environment guess: step raised NameError('\\x1b[31mre') "
         "(at guess.py, line 9, in step: re.x)",
     ),
     "environments that fail in several ways": (
@@ -167,8 +167,9 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, failing_in_four_ways),
         False,
-        "20 of 128 trajectories failed in 4 ways, 8 so: environment guess: step raised KeyError('key 0'); 6 so: "
-        "environment guess: reward = nan; 4 so: environment guess: step took longer than 14.5 s; 2 in other ways",
+        "20 of 128 trajectories failed with 4 different errors, 8 times: environment guess: step raised "
+        "KeyError('key 0'); 6 times: environment guess: reward = nan; 4 times: environment guess: step took longer "
+        "than 14.5 s; 2 times other errors",
     ),
     "ground truths that fail": (
         "truth_fails",
@@ -231,14 +232,16 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         spoiled(PLAIN, **{"mismatch/logprob_abs_mean": 2.0}),
         True,
-        "differ by 2.000 nats a token in the mean (alarm from 0.050, health.mismatch.alarm_mean): what",
+        "differ by 2.000 nats a token in the mean (alarm from 0.050, health.mismatch.alarm_mean): the "
+        "engine samples from other",
     ),
     "a few tokens that are far off": (
         "mismatch_high",
         PLAIN,
         spoiled(PLAIN, **{"mismatch/logprob_abs_mean": 0.02, "mismatch/logprob_abs_p99": 0.9}),
         False,
-        "differ by 0.900 nats a token at the 99th percentile (alarm from 0.500, health.mismatch.alarm_p99): what",
+        "differ by 0.900 nats a token at the 99th percentile (alarm from 0.500, health.mismatch.alarm_p99): "
+        "the engine samples from other",
     ),
     "routes that are the policy's in no layer but one": (
         "routes_differ",
@@ -259,7 +262,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{t.prompt.uid}", 0.0)),
         True,
-        "alike, in each of 32 groups",
+        "identical, in each of 32 groups",
     ),
     "a policy that runs away": (
         "kl_explodes",

@@ -187,7 +187,7 @@ def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[s
     with ahead(config) as (again, source):
         line = again.restore(tmp_path)
         assert line.startswith("discarded 2 groups" if version else "restored ")
-        assert not version or line.endswith("not as in the checkpoint: rollout.sampling")
+        assert not version or line.endswith("settings unlike the checkpoint's: rollout.sampling")
         source.version = 1
         again.synced(1)
         groups = again.next_groups(step(2))

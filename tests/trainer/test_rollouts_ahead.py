@@ -76,7 +76,7 @@ def test_other_settings_draw_the_prompts_again(
         before = names([*groups, *(one.group for one in rollouts.done.values())])
     again, loop, stream = live(tmp_path, change)
     prefix = "discarded 4 groups generated ahead or unfinished; their prompts are sampled again first; "
-    assert capsys.readouterr().out.splitlines()[-1] == f"{prefix}not as in the checkpoint: {key}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{prefix}settings unlike the checkpoint's: {key}"
     with loop:
         assert stream.remaining == PROMPTS - len(learned)
         groups = again.next_groups(Step(2, Console()))
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(
     again, loop, stream = live(tmp_path, lambda config: None)
     with loop:
         assert again.interrupted == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
-    assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
+    assert capsys.readouterr().out.strip().endswith("; another version of the program saved them")
 
 
 def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_checkpoint_without_settings_has_its_prompts_drawn_again(
     _change(tmp_path, lambda about: about.pop("settings") if settings else about.update(settings=None))
     again, _, _ = live(tmp_path, lambda config: None)
     assert again.interrupted == [] and again.done == {}
-    assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
+    assert capsys.readouterr().out.strip().endswith("; another version of the program saved them")
 
 
 def _change(folder: Path, change: Callable[[dict[str, Any]], Any], **more: Any) -> None:

@@ -64,10 +64,10 @@ def failures(trajectories: Sequence[Trajectory]) -> str | None:
         return None
     count = f"{sum(kind.count for kind in kinds)} of {len(trajectories)} trajectories failed"
     if len(kinds) == 1:
-        return f"{count}, the first one so: {kinds[0].example}"
-    described = "; ".join(f"{kind.count} so: {kind.example}" for kind in kinds[:KINDS_SHOWN])
+        return f"{count}; the first error: {kinds[0].example}"
+    described = "; ".join(f"{kind.count} times: {kind.example}" for kind in kinds[:KINDS_SHOWN])
     more = sum(kind.count for kind in kinds[KINDS_SHOWN:])
-    return f"{count} in {len(kinds)} ways, {described}" + (f"; {more} in other ways" if more else "")
+    return f"{count} with {len(kinds)} different errors, {described}" + (f"; {more} times other errors" if more else "")
 
 
 def failures_event(step: int, trajectories: Sequence[Trajectory]) -> Event | None:
@@ -104,8 +104,8 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
         first = trajectories[0]
         name = first.prompt.env_class
         raise UserError(
-            f"environment {name}: all {len(trajectories)} trajectories failed, the first one so: {_first(first)}",
-            fix=f"fix the class that environment.classes.{name} names, or what it asks",
+            f"environment {name}: all {len(trajectories)} trajectories failed; the first error: {_first(first)}",
+            fix=f"fix the class in environment.classes.{name}, or the service that it calls",
         )
     failed = [t for t in trajectories if t.status.failed]
     if len(failed) > most * len(trajectories):
@@ -113,8 +113,8 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
         (error, times), *_ = Counter(map(_first, failed)).most_common(1)
         raise UserError(
             f"{len(failed)} of {len(trajectories)} trajectories failed ("
-            f"{', '.join((f'{name} {count}' for name, count in by_environment))}), most often so, "
-            f"{times} times: {error}; fix it, or give a larger share",
+            f"{', '.join((f'{name} {count}' for name, count in by_environment))}), the most frequent error, "
+            f"{times} times: {error}; fix the environment, or give a larger share",
             key="environment.max_failed",
             value=f"{most:g}",
         )

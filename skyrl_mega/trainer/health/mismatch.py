@@ -86,7 +86,10 @@ def mismatch_high(view: StepView) -> Finding | None:
         return None
     stale = generates_ahead(view.config.asynchrony)
     moved = f", or the policy has moved far in {view.config.asynchrony.max_staleness} syncs" if stale else ""
-    text = f"engine and policy differ by {' and '.join(phrases)}: what is trained on is not what was sampled{moved}"
+    text = (
+        f"log-probs of engine and policy differ by {' and '.join(phrases)}: the engine samples from other "
+        f"probabilities than training assumes{moved}; docs/parity.md lists causes"
+    )
     stuck = (view.metric(MEAN) or 0.0) >= STUCK_NATS + sampling_excess(view.config)
     return Finding("mismatch_high", text, stuck=stuck, explains=("mismatch_rises",))
 
@@ -100,7 +103,7 @@ def mismatch_rises(view: StepView) -> Finding | None:
     usual, now = view.usual(MEAN), view.metric(MEAN)
     if not usual or not repeatedly_above(view, MEAN, max(RISE_MIN, RISE_FACTOR * usual), math.inf):
         return None
-    text = f"engine and policy differ by {number(now)} nats a token, where {number(usual)} is usual"
+    text = f"log-probs of engine and policy differ by {number(now)} nats a token, where {number(usual)} is usual"
     return Finding("mismatch_rises", f"{text}: it rises from step to step, or something has changed")
 
 
@@ -147,8 +150,8 @@ def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
     """
     if phrases := list(past_threshold(config, "stop", metrics)):
         raise EngineDiffers(
-            f"step {step}: engine and policy differ by {' and '.join(phrases)}; the step's update goes neither to the "
-            "engines nor into a checkpoint; docs/parity.md says where to look"
+            f"step {step}: log-probs of engine and policy differ by {' and '.join(phrases)}; the step's update goes "
+            "neither to the engines nor into a checkpoint; docs/parity.md says where to look"
         )
 
 

@@ -48,8 +48,9 @@ def truth_fails(view: StepView) -> Finding | None:
     rows = len({t.prompt.uid for t in wrong})
     return Finding(
         "truth_fails",
-        f"the ground truth of {rows} of the step's rows fails where it is run, so that none of {len(wrong)} answers is "
-        f"right; the first, row {wrong[0].prompt.uid} of data.train: {escaped(str(wrong[0].metadata['gold_error']))}",
+        f"the reference solutions of {rows} of the step's rows fail when they are run, so that none of their "
+        f"{len(wrong)} answers can be right; the first, row {wrong[0].prompt.uid} of data.train: "
+        f"{escaped(str(wrong[0].metadata['gold_error']))}",
     )
 
 
@@ -103,8 +104,8 @@ def nothing_parsed(view: StepView) -> Finding | None:
     value = "null" if notes[0][keys[0]] is None else "true"
     return Finding(
         "nothing_parsed",
-        f"the environment says {quoted(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
-        f"writes; {example(view.judged[0])}",
+        f"the environment's metadata is {quoted(keys[0])}: {value} for all {len(notes)} answers: it can parse none of "
+        f"them; {example(view.judged[0])}",
         stuck=not view.has_advantage,
         explains=("equal_rewards", "stop_string_never_comes"),
     )
@@ -117,7 +118,7 @@ def duplicated_samples(view: StepView) -> Finding | None:
         return None
     return Finding(
         "duplicated_samples",
-        f"the samples of a prompt are all alike, in each of {len(view.groups)} groups (temperature "
+        f"all samples of a prompt are identical, in each of {len(view.groups)} groups (temperature "
         f"{view.config.rollout.sampling.temperature:g}, top_p {view.config.rollout.sampling.top_p:g}); "
         f"{example(view.groups[0][0])}",
         stuck=True,
@@ -139,15 +140,17 @@ def equal_rewards(view: StepView) -> Finding | None:
         group = view.groups[0]
         return Finding(
             "rewards_by_prompt",
-            f"rewards differ between prompts and never between the answers to one, in {len(view.groups)} groups, "
-            f"though their answers do: {_advantages(view)}; {example(group[0])}",
+            f"rewards differ between prompts, but never between the answers to the same prompt, in {len(view.groups)} "
+            f"groups, though the answers differ: {_advantages(view)}; {example(group[0])}",
             stuck=not view.has_advantage,
             luck=True,
         )
     [reward] = rewards
     earned = [value for row in (*view.first, *view.past) if (value := row.get("reward/mean")) is not None]
     if earned and max(earned) <= reward + TINY and min(earned) < reward - TINY:
-        text = f"all {rewards[reward]} answers earn {reward:g}, the most that this run has earned: nothing is left"
+        text = (
+            f"all {rewards[reward]} answers earn {reward:g}, the highest reward of this run: nothing is left to learn"
+        )
         return Finding("nothing_left", text, explains=("entropy_collapsed", "gradient_vanished"))
     distinct = len(set(view.turns))
     return Finding(
@@ -202,7 +205,7 @@ def nothing_sampled(view: StepView) -> Finding | None:
         return Finding("groups_missing", f"{summary}the step has {wanted - missing:.0f} of {wanted} groups")
     return Finding(
         "nothing_sampled",
-        f"{summary}the step has none and trains nothing; {example(view.trajectories[0])}",
+        f"{summary}the step has no group and trains nothing; {example(view.trajectories[0])}",
         stuck=True,
         luck=True,
         explains=("equal_rewards",),

@@ -102,9 +102,9 @@ class Health:
                 f"{kind}: {text}" for kind, text in self.evidence.items() if self.past[-1].get(f"health/{kind}")
             )
             run = self.config.run
-            steps = f"step {number} was" if self.stuck == 1 else f"the last {self.stuck} steps up to {number} were each"
+            steps = f"step {number}" if self.stuck == 1 else f"any of the last {self.stuck} steps, up to {number},"
             raise CannotLearn(
-                f"{steps} one from which the policy cannot learn (run.patience = {run.patience}, run.patience_groups = "
+                f"the policy cannot learn from {steps} (run.patience = {run.patience}, run.patience_groups = "
                 f"{run.patience_groups}): {why}; docs/health.md says what helps"
             )
 
