@@ -60,7 +60,8 @@ class Evaluator:
         metrics = scores(trajectories)
         if failed := [name.split("/")[1] for name, share in metrics.items() if name.endswith("/failed") and share == 1]:
             self.say(
-                f"evaluation after step {step}: all samples of {', '.join(failed)} failed, so no mean over all sets"
+                f"evaluation after step {step}: all samples of {', '.join(failed)} failed; there is no mean over "
+                "all sets"
             )
         return metrics
 

@@ -137,7 +137,7 @@ def test_an_evaluation_says_where_a_set_has_no_figures() -> None:
     progress: Any = None
     scores = Evaluator(Config(), [of("a"), of("hard")], generator, lines.append).evaluate(3, progress)
     assert scores["eval/a/mean"] == 0.0 and scores["eval/hard/failed"] == 1.0 and "eval/hard/mean" not in scores
-    assert lines[1:] == ["evaluation after step 3: all samples of hard failed, so no mean over all sets"]
+    assert lines[1:] == ["evaluation after step 3: all samples of hard failed; there is no mean over all sets"]
     lines.clear()
     generator = Sets(Status.COMPLETED)
     assert Evaluator(Config(), [of("a"), of("hard")], generator, lines.append).evaluate(3, progress) and not lines
