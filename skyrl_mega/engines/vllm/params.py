@@ -110,7 +110,9 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                 load_time = get_layerwise_info(module).restore_metadata[0]
                 if not isinstance(module, LinearBase | RoutedExperts) or not load_time.keys() <= DELIVERABLE:
                     method = f"{type(module.quant_method).__name__}: {', '.join(load_time)}"
-                    raise NotImplementedError(f"weights of {prefix} ({method}) cannot be synchronised")
+                    raise NotImplementedError(
+                        f"weights of {prefix} ({method}) cannot be synchronised; give no quantization"
+                    )
                 if getattr(module, "weight_block_size", None) is None:
                     method = type(module.quant_method).__name__
                     raise NotImplementedError(

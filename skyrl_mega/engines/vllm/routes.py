@@ -85,7 +85,10 @@ class RouteRecorder:
         self.requests: dict[str, _Request] = {}
         """Requests under way, by vLLM's own names."""
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
-            raise WrongRoutes("routes are recorded for models whose layers share one kind of KV cache")
+            raise WrongRoutes(
+                "on a CPU no expert routes can be recorded for a model with several KV caches; give "
+                "policy.moe.replay=off"
+            )
         spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         places = runner.kv_cache_config.num_blocks * spec.block_size
         self.cached = TokenRoutes(shape.none(places), *np.full((2, places), -1, np.int32))
@@ -101,7 +104,9 @@ class RouteRecorder:
 
         routers = {m.layer_id: m.router for m in self.runner.model.modules() if isinstance(m, MoERunner)}
         if sorted(routers) != list(self.shape.layers) or not all(isinstance(r, BaseRouter) for r in routers.values()):
-            raise WrongRoutes(f"vLLM has routers in layers {sorted(routers)}; the model has {list(self.shape.layers)}")
+            raise WrongRoutes(
+                f"vLLM has expert routers in layers {sorted(routers)}, but config.json in {list(self.shape.layers)}"
+            )
         for place, layer in enumerate(self.shape.layers):
             routers[layer].set_capture_fn(partial(self._capture, place))
 

@@ -100,7 +100,7 @@ def _view(item: Item, place: Place, requested: _RequestedParams, scale: Piece | 
     local = region(owner, param, place.offset, zero, item.box.shape, item.offset)
     blocks = None
     if param.dtype == FP8 != item.dtype and item.packed_from is place:
-        raise ValueError(f"{item.tensor} is FP8 in the policy, and has to be on the wire: weights.wire=fp8")
+        raise ValueError(f"{item.tensor} is FP8 in the policy, so the wire must be FP8, too; give weights.wire=fp8")
     if item.dtype == FP8 and param.dtype != FP8:
         if scale is None:
             raise ValueError(
