@@ -101,6 +101,7 @@ class Allocation:
     command: str = "launch"
     """`launch` or `preflight`."""
     began: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` at the start of this node's part."""
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:

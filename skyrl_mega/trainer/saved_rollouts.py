@@ -31,6 +31,7 @@ class Discarded:
     groups: int
     """Number of discarded groups, finished or requested."""
     reason: str
+    """The cause, for the console."""
     named_steps: int
     """Number of steps with names already given to groups; some of these groups may have been trained on."""
 

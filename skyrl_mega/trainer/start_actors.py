@@ -76,7 +76,9 @@ class Actors(NamedTuple):
 
     policy: TrainGroup
     reference: ReferenceModel | None
+    """None without a KL coefficient."""
     critic: TrainGroup | None
+    """None if the advantages need no critic."""
     engines: Fleet
 
 

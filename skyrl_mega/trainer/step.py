@@ -20,6 +20,7 @@ class Step:
     number: int
     console: Console
     metrics: dict[str, float] = field(default_factory=dict)
+    """The step's metrics by full name."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """All trajectories sampled for the step, including groups dropped by dynamic sampling."""
     greedy: list[Trajectory] = field(default_factory=list)

@@ -66,6 +66,7 @@ class MemoryParts:
     caches: list[Tensor]
     memory: Memory
     asleep: set[str] = field(default_factory=set)
+    """Dropped parts."""
     found_constants: list[Tensor] | None = None
     """Constants; searched for once, as nothing is allocated under the weights' tag after the model was loaded."""
     saved: list[Tensor] = field(default_factory=list)

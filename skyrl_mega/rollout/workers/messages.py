@@ -90,9 +90,11 @@ class EngineDead:
     """An engine that does not answer."""
 
     rank: int
+    """Rank of the engine."""
     actor: Any
     """The actor asked; another actor may have the same rank by now."""
     cause: str
+    """Description of the failure."""
 
 
 @dataclass(frozen=True)

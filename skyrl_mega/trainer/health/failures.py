@@ -25,12 +25,15 @@ class FailureKind:
     """Failures of a step with the same cause."""
 
     status: str
+    """Value of the trajectories' `Status`, such as `error_env`."""
     environment: str
+    """Name of the environment."""
     error: str
     """The error text without the varying parts."""
     at: str
     """The line in the environment's file; empty if unknown."""
     count: int
+    """Number of trajectories."""
     example: str
     """The first error in full, on a single line."""
 

@@ -48,8 +48,11 @@ class Health:
 
     config: Config
     past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))
+    """Metrics of the latest steps, at most `KEPT_ROWS`."""
     first: list[Row] = field(default_factory=list)
+    """Metrics of the run's first `FIRST_ROWS` steps."""
     stuck: int = 0
+    """Number of latest consecutive steps without anything learned."""
     groups: int = 0
     """Groups in the stuck steps, up to `run.patience_groups`. A step not explained by bad luck counts as the full
     number."""

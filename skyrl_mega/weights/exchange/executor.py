@@ -191,7 +191,9 @@ class Member:
     steps: Sequence[ProgramStep]
     buffers: SharedBuffers
     device_peers: Mapping[int, ToPeer]
+    """Process number → connection to the device peer."""
     in_flight: int
+    """Number of steps in progress before the oldest step's buckets are loaded."""
     _free: list[int] = field(default_factory=list)
     _slots: dict[int, int] = field(default_factory=dict)
     _arriving: dict[int, int] = field(default_factory=dict)

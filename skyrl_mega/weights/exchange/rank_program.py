@@ -98,9 +98,12 @@ class Role:
     """A process: number, ranks in the two layouts, and shards."""
 
     process: int
+    """Number of the process in the transport."""
     source: int | None
+    """Rank in the source layout; None without a part in that layout."""
     source_shard: Shard | None
     target: int | None
+    """Rank in the target layout; None without a part in that layout."""
     target_shard: Shard | None
 
 
