@@ -53,7 +53,7 @@ def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Pa
 
     warnings = [line for line in out.splitlines() if line.startswith("health: step 1: ")]
     kinds = {line.split(": ")[2]: line for line in warnings}
-    assert "'parsed': null of all" in kinds["nothing_parsed"] and "after 1 more such step" in kinds["nothing_parsed"]
+    assert "'parsed': null for all" in kinds["nothing_parsed"] and "after 1 more such step" in kinds["nothing_parsed"]
     assert set(kinds) <= {"nothing_parsed", "environment_fails"}, "nothing else is blamed"
     failed = [t for t in parquet.read(run / "trajectories" / "step_000001.parquet") if t.status.failed]
     if failed:

@@ -62,8 +62,9 @@ def ended_for_memory(view: StepView) -> Finding | None:
 
 
 def everything_cut(view: StepView) -> Finding | None:
-    """Returns a finding if at least `NEARLY_ALL` of the step's responses were cut at the limit of tokens or time. The
-    finding is `stuck` if the overlong filter removes all of these, or nothing gives a signal."""
+    """Returns a finding if at least the share `NEARLY_ALL` of the step's responses, `MIN_TRAJECTORIES` or more, were
+    cut at the limit of tokens or time. The finding is `stuck` if the overlong filter removes all of these, or nothing
+    gives a signal."""
     cut = [t for t in view.judged if t.status in CUT]
     if len(view.judged) < MIN_TRAJECTORIES or len(cut) < NEARLY_ALL * len(view.judged):
         return None
