@@ -22,7 +22,7 @@ from skyrl_mega.cluster.user import set_user_variables
 
 @dataclass(frozen=True)
 class ActorIdentity:
-    """Identity of an actor."""
+    """Group, rank and log file of an actor."""
 
     group: str
     """Name of the actor's group in errors and log files."""
@@ -32,7 +32,7 @@ class ActorIdentity:
 
     @property
     def name(self) -> str:
-        """Name for the user, such as `policy-3`."""
+        """Name for the user: group and rank, such as `policy-3`."""
         return f"{self.group}-{self.rank}"
 
 

@@ -86,7 +86,7 @@ def silent_nodes(nodes: Sequence[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class UnavailableNodes:
-    """Unavailable nodes."""
+    """The nodes of a Ray cluster that do not respond or are dead, from one listing."""
 
     silent: list[Node]
     """Nodes listed as alive by Ray, but without a response."""

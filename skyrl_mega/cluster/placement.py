@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for an actor."""
+    """A place for an actor: scheduling strategy, resources and environment variables."""
 
     strategy: Any
     """Ray scheduling strategy for this place."""

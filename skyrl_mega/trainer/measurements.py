@@ -17,7 +17,7 @@ from skyrl_mega.trainer.timelines import Timelines
 
 @dataclass
 class Measurements:
-    """The measuring parts of a run."""
+    """The measurements of every step besides the learning metrics: memory, speed, traces and timelines."""
 
     config: Config
     model: Decoder

@@ -26,7 +26,7 @@ SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allo
 
 @dataclass
 class Meters:
-    """The meters of a run's actors."""
+    """Collector of the actors' readings of memory and engine iterations, phase by phase of a step."""
 
     models: Mapping[str, ActorGroup]
     """Megatron actors by role, each with `measured() -> MemoryReading`."""
@@ -38,7 +38,8 @@ class Meters:
     """(phase, role, calls) of the current step."""
 
     def begin(self, *, after_more: bool) -> None:
-        """Begins a step. With `after_more`, first discards readings from work outside of any step."""
+        """Begins a step and drops readings not collected. With `after_more`, also has the actors reset their meters,
+        which then discard work outside of any step."""
         self._pending.clear()
         if after_more:
             self._ask("", engines=True)

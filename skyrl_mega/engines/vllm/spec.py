@@ -25,7 +25,7 @@ It is small because a policy on the same GPU may since have taken memory that wa
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The definition of an engine."""
+    """Everything that decides the environment and the arguments of a vLLM engine."""
 
     path: str
     """Hugging Face directory: config.json, and tokenizer files if stop strings are used."""

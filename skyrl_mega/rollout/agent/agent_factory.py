@@ -17,7 +17,7 @@ from skyrl_mega.rollout.routing.router import Engines, Router, at_once
 
 @dataclass(frozen=True)
 class AgentFactory:
-    """The shared parts of a run's driver, or of a rollout worker."""
+    """A factory of agents, with the parts shared by all agents of a driver or of a rollout worker."""
 
     chat: Renderer
     """Tokenizer and chat template of the model."""
@@ -39,7 +39,7 @@ class AgentFactory:
         service: bool = False,
         mark: str = "",
     ) -> Agent:
-        """Returns an agent on these engines, for use in a single event loop.
+        """Returns a new agent with a router of its own on these engines, for use in a single event loop.
 
         Args:
             engines: The engines; only engines in service receive requests.

@@ -169,7 +169,7 @@ class RolloutWorker:
 
 
 class PhaseSession:
-    """A phase or a service on this worker."""
+    """A session of the driver on this worker, a phase or a service: agent, tasks, finished arrays and events."""
 
     def __init__(self, factory: AgentFactory, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
         self.factory, self.sampling = factory, sampling

@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass
 class Health:
-    """The run's memory of metrics and findings."""
+    """The health checks of a run: remembers metrics and findings, and counts steps without anything learned."""
 
     config: Config
     past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))

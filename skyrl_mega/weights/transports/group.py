@@ -52,7 +52,7 @@ class TransportError(RuntimeError):
 
 
 class Deadline:
-    """The end of the time allowed for a whole run of an exchange."""
+    """The end of the time allowed for a whole run of an exchange, `timeout_s` seconds after construction."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
