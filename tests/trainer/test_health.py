@@ -123,7 +123,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, unread),
         True,
-        "'guess': null of all 128 answers",
+        "'guess': null for all 128 answers",
     ),
     "everything cut": ("everything_cut", PLAIN, every(PLAIN, cut), True, "128 of 128 responses were cut"),
     "everything cut, and filtered": (
@@ -176,7 +176,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         PLAIN,
         every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"gold_error": "no such column: x"})),
         False,
-        "none of 128 answers is right; the first, row 0 of data.train: no such column: x",
+        "none of their 128 answers can be right; the first, row 0 of data.train: no such column: x",
     ),
     "environments that cannot be closed": (
         "close_fails",

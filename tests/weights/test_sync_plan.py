@@ -216,7 +216,7 @@ def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, t
         "worker 1 on node 1 device 0, not node 1 device 1"
     )
     sync._connect([1])  # reported once
-    assert told(policy).plan_inputs.members == (1,) and sum("otherwise" in line for line in messages) == 1
+    assert told(policy).plan_inputs.members == (1,) and sum("not placed as planned" in line for line in messages) == 1
     # A restarted engine is on a third node.
     engines.where[1] = replace(engines.where[1], node="c", address="c")
     sync._connect([0, 1])

@@ -105,7 +105,7 @@ class Health:
                 f"{kind}: {text}" for kind, text in self.evidence.items() if self.past[-1].get(f"health/{kind}")
             )
             run = self.config.run
-            steps = f"step {number}" if self.stuck == 1 else f"any of the last {self.stuck} steps, up to {number},"
+            steps = f"step {number}" if self.stuck == 1 else f"any of the last {self.stuck} steps up to {number}"
             raise CannotLearn(
                 f"the policy cannot learn from {steps} (run.patience = {run.patience}, run.patience_groups = "
                 f"{run.patience_groups}): {why}; docs/health.md says what helps"
