@@ -180,6 +180,12 @@ MODELS: dict[str, TinyModel] = {
         checkpointed=True,
     ),
     "deepseek_v3, Moonlight": TinyModel("DeepseekV3Config", LATENT | {"q_lora_rank": None}, hub=SIGMOID_KEYS),
+    "deepseek_v2": TinyModel(
+        "DeepseekV2Config",
+        LATENT
+        | {"q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+        | {"rope_parameters": YARN},
+    ),
     "glm4_moe_lite": TinyModel(
         "Glm4MoeLiteConfig",
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},

@@ -65,6 +65,8 @@ PARAMETERS = {
     "Kimi-K2-Instruct": 1_026_408_209_408,
     "Moonlight-16B-A3B": 15_960_108_544,
     "Moonlight-16B-A3B-Instruct": 15_960_108_544,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V2-Lite-Chat": 15_706_484_224,
     "MiniMax-M2": 228_689_748_992,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,

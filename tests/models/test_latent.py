@@ -56,6 +56,8 @@ DEEPSEEK: dict[str, Any] = {
 MOONLIGHT = DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
 FLASH = {key: value for key, value in DEEPSEEK.items() if key not in ("scoring_func", "topk_method", "rope_scaling")}
 FLASH |= {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1}
+V2_LITE = DEEPSEEK | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy"}
+V2_LITE |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
 
 
 def attention(hf: dict[str, Any]) -> LatentAttention:
@@ -201,6 +203,12 @@ def test_kimi_k2_is_deepseek_v3_and_flash_differs_in_the_router_and_rope() -> No
         (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor is 1.0"),
         (FLASH, {"first_k_dense_replace": None}, "first_k_dense_replace is null"),
         (FLASH, {"mlp_layer_types": ["dense", "dense", "sparse"]}, "mlp_layer_types is"),
+        (V2_LITE, {"topk_method": "group_limited_greedy"}, "DeepSeek-V2 ranks a group by its best expert"),
+        (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method is noaux_tc; skyrl_mega supports 'greedy'"),
+        (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func is sigmoid"),
+        (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob is true"),
+        (V2_LITE, {"routed_scaling_factor": 16.0}, "routed_scaling_factor is 16.0"),
+        (V2_LITE, {"n_group": None}, "n_group is null; skyrl_mega supports 1"),
     ],
 )
 def test_what_a_library_computes_otherwise_is_refused(hf: dict[str, Any], changes: dict[str, Any], words: str) -> None:
@@ -210,16 +218,19 @@ def test_what_a_library_computes_otherwise_is_refused(hf: dict[str, Any], change
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("hf", [DEEPSEEK, FLASH], ids=["deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("hf", [DEEPSEEK, FLASH, V2_LITE], ids=["deepseek_v3", "glm4_moe_lite", "deepseek_v2"])
 def test_absent_keys_are_transformers_defaults(hf: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[hf["model_type"]]()
     ours = "rms_norm_eps tie_word_embeddings max_position_embeddings q_lora_rank n_shared_experts norm_topk_prob "
-    for key in f"{ours} routed_scaling_factor attention_bias rope_interleave".split():
+    own = "topk_method first_k_dense_replace" if hf is V2_LITE else "rope_interleave"
+    for key in f"{ours} routed_scaling_factor attention_bias {own}".split():
         absent = {name: value for name, value in hf.items() if name != key}
         given = absent | {key: getattr(defaults, key)}
         assert architecture(absent).describe(absent) == architecture(given).describe(given), key
+    if hf is V2_LITE:
+        return  # must be given, as defaults of transformers and vLLM differ
     groups = ("n_group", "topk_group", "num_experts_per_tok")
     routed = hf | {name: getattr(defaults, name) for name in groups} | {"n_routed_experts": 64}
     absent = {name: value for name, value in routed.items() if name not in groups[:2]}

@@ -82,6 +82,7 @@ ACTIVE = {
     "DeepSeek-V3": 37.6e9,
     "Kimi-K2-Instruct": 32.9e9,
     "Moonlight-16B-A3B": 2.9e9,
+    "DeepSeek-V2-Lite": 2.66e9,
     "GLM-4.5": 33.6e9,
     "GLM-4.5-Air": 13.4e9,
     "GLM-4.7-Flash": 3.9e9,

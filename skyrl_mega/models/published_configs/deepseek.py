@@ -1,7 +1,7 @@
-"""The config.json of DeepSeek-V3 (arXiv:2412.19437) and of models of the same architecture.
+"""The config.json of DeepSeek-V3 (arXiv:2412.19437), of models of the same architecture, and of DeepSeek-V2-Lite.
 
-The files of DeepSeek and Kimi-K2 on the hub also contain `quantization_config`, because the weights are stored in FP8.
-The key describes the files, not the model, and is left out here.
+The files of DeepSeek-V3 and Kimi-K2 on the hub also contain `quantization_config`, because the weights are stored in
+FP8. The key describes the files, not the model, and is left out here.
 """
 
 from __future__ import annotations
@@ -99,6 +99,33 @@ _MOONLIGHT = (
         "eos_token_id": 163585,
     }
 )
+_V2_LITE = (
+    _DEEPSEEK
+    | sizes(27, 2048, 10944, 16, 16)
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "q_lora_rank": None,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+    }
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-ai/DeepSeek-V3": _V3,
@@ -106,5 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "moonshotai/Kimi-K2-Instruct": _KIMI_K2,
     "moonshotai/Moonlight-16B-A3B": _MOONLIGHT,
     "moonshotai/Moonlight-16B-A3B-Instruct": _MOONLIGHT | {"eos_token_id": 163586},
+    "deepseek-ai/DeepSeek-V2-Lite": _V2_LITE,
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": _V2_LITE,
 }
 """Name on the Hugging Face hub → config.json."""
