@@ -20,9 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.cli.evaluate import main
+from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.data.write import write_rows
 from skyrl_mega.envs import BaseTextEnv
 from skyrl_mega.envs.row import row
+from skyrl_mega.models.tiny import build
 from skyrl_mega.rollout.agent.agent_loop import stream_seed
 from tests.evaluate.fake import Fake, serving
 
@@ -303,6 +305,23 @@ def test_wrong_input_is_one_line(arguments: list[str], part: str, tmp_path: Path
     assert (code, out) == (2, "")
     assert len(errors.splitlines()) == 1 and part in errors
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "rollout.options.quantization=fp8_per_block",
+        "rollout.options.hf_overrides={quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}}",
+    ],
+)
+def test_fp8_is_refused_for_a_model_not_tested_with_fp8(setting: str, data: Path, tmp_path: Path) -> None:
+    """Asks for engines in FP8 with latent attention, in both ways of asking."""
+    build(BuildConfig(architecture="deepseek_v3", layers=1), tmp_path / "model")
+    output = tmp_path / "out"
+    given = ["--model", str(tmp_path / "model"), "--set", str(data / "one.parquet"), "--output", str(output), setting]
+    code, out, errors = run(given)
+    assert (code, out, errors.count("\n")) == (2, "", 1) and not output.exists()
+    assert "rollout.options" in errors and "FP8 has not been tested with multi-head latent attention" in errors
 
 
 def test_a_refused_key_is_exit_code_2(fake: Fake, data: Path, tmp_path: Path) -> None:
