@@ -142,6 +142,10 @@ def test_files_in_block_fp8_make_an_engine_without_quantisation(tmp_path: Path) 
     fp8 = arguments(replace(plain, dequantised=True))
     assert (fp8["load_format"], fp8["hf_overrides"]) == ("dummy", {"quantization_config": None, **changed})
     assert "hf_overrides" not in arguments(EngineSpec(str(tmp_path), "bfloat16", "cpu", RolloutConfig(), 64))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(BuildConfig(architecture="deepseek_v3"))))
+    latent = arguments(replace(plain, dequantised=True))
+    assert latent["hf_overrides"] == {"moe_router_dtype": "float32", "quantization_config": None, **changed}
+    assert latent["load_format"] == "dummy" and latent["attention_config"] == {"backend": "CPU_MLA"}
 
 
 @pytest.mark.parametrize(

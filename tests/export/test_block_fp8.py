@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_mega.cli.export import main
@@ -26,12 +27,23 @@ from skyrl_mega.hf_checkpoint.index import check_files, read_config
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.box import Box
 from tests.export.test_layouts import tensors_of
-from tests.support.fp8_files import FP8, dequantised, extra_layer, quantised, rewrite, same_bits
+from tests.support.fp8_files import (
+    CORRECTION_BIAS,
+    FP8,
+    dequantised,
+    extra_layer,
+    prediction_layer,
+    quantised,
+    rewrite,
+    same_bits,
+)
 
 SIZES = dict(layers=2, hidden=192, heads=4, kv_heads=2, head_dim=32, experts=4, expert_ffn=160)
 EXTRA = extra_layer(2, 192)
+OF_NO_LAYER = ("model.layers.2.", "mtp.")
+"""Beginnings of the names of tensors of no layer."""
 CHANGED = "model.layers.1.mlp.experts.2.down_proj.weight"
-FROZEN = "model.layers.0.mlp.gate.weight"
+FROZEN = ("model.layers.1.mlp.gate.weight", f"model.layers.1.mlp.gate.{CORRECTION_BIAS}")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +55,28 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "fp8"
 
 
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes a tiny DeepSeek-V3 in block FP8, with a layer for multi-token prediction and an unrounded correction
+    bias."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    build(BuildConfig(architecture="deepseek_v3", **SIZES), folder / "plain", seed=3)
+    file = folder / "plain" / "model.safetensors"
+    save_file({**load_file(file), FROZEN[1]: 1 + torch.arange(1.0, 5.0) / 512}, file)
+    rewrite(folder / "plain", folder / "fp8", extra=prediction_layer(folder / "plain"))
+    return folder / "fp8"
+
+
+@pytest.fixture(params=["source", "deepseek"])
+def either(request: pytest.FixtureRequest) -> Path:
+    """Returns each of the two directories in block FP8."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
 def checkpoint(folder: Path, tensors: dict[str, Tensor], seed: int = 0) -> Path:
-    """Writes a BF16 model's checkpoint with masters, cut into boxes of two files; a router is frozen."""
+    """Writes a BF16 model's checkpoint with masters, cut into boxes of two files; a router and its correction bias are
+    frozen."""
     rng = np.random.default_rng(seed)
     parts: dict[str, list[LocalBox]] = {"rank_00000.safetensors": [], "rank_00001.safetensors": []}
     for name, tensor in tensors.items():
@@ -53,7 +85,7 @@ def checkpoint(folder: Path, tensors: dict[str, Tensor], seed: int = 0) -> Path:
             start = tuple(edge[i] for edge, i in zip(edges, at, strict=True))
             stop = tuple(edge[i + 1] for edge, i in zip(edges, at, strict=True))
             box = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-            kind, dtype = (WEIGHT, torch.bfloat16) if name == FROZEN else (MASTER, torch.float32)
+            kind, dtype = (WEIGHT, tensor.dtype) if name in FROZEN else (MASTER, torch.float32)
             cut = tensor[box.slices()].to(dtype).contiguous()
             parts[sorted(parts)[int(rng.integers(2))]].append(LocalBox(name, box, kind, cut))
     folder.mkdir(parents=True)
@@ -69,33 +101,39 @@ def exported(folder: Path, source: Path, output: Path, **changes: Any) -> Export
 
 def loaded(source: Path) -> dict[str, Tensor]:
     """Returns the weights of a run before the first step, in BF16."""
-    model = {name: tensor for name, tensor in tensors_of(source).items() if name not in EXTRA}
+    model = {name: tensor for name, tensor in tensors_of(source).items() if not name.startswith(OF_NO_LAYER)}
     return dequantised(model, torch.bfloat16)
+
+
+def extra_of(source: Path) -> dict[str, Tensor]:
+    """Returns the tensors of no layer of the model."""
+    return {name: tensor for name, tensor in tensors_of(source).items() if name.startswith(OF_NO_LAYER)}
 
 
 @pytest.mark.parametrize("origin", ["weights", "master"])
 def test_unchanged_weights_are_the_files_that_were_loaded(
-    origin: job.Origin, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origin: job.Origin, either: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exports in FP8 with slabs of a row of blocks: numbers, scales and copied tensors are the source's, bit by bit."""
     monkeypatch.setattr(job, "SLAB_BYTES", 100_000)
-    folder = checkpoint(tmp_path / "policy", loaded(source))
-    done = exported(folder, source, tmp_path / "out", fp8=True, origin=origin, file_bytes=200_000)
+    folder = checkpoint(tmp_path / "policy", loaded(either))
+    done = exported(folder, either, tmp_path / "out", fp8=True, origin=origin, file_bytes=200_000)
     assert done.verified and done.dtype == "block-fp8" and done.files > 3
-    assert done.copied == len(EXTRA) and done.copied_bytes == sum(t.nbytes for t in EXTRA.values())
-    assert same_bits(tensors_of(tmp_path / "out"), tensors_of(source))
-    assert done.nbytes == sum(tensor.nbytes for tensor in tensors_of(source).values())
+    extra = extra_of(either)
+    assert done.copied == len(extra) and done.copied_bytes == sum(t.nbytes for t in extra.values())
+    assert same_bits(tensors_of(tmp_path / "out"), tensors_of(either))
+    assert done.nbytes == sum(tensor.nbytes for tensor in tensors_of(either).values())
     check_files(tmp_path / "out")
     hf = read_config(tmp_path / "out")
-    assert hf["quantization_config"] == read_config(source)["quantization_config"]
+    assert hf["quantization_config"] == read_config(either)["quantization_config"]
     assert hf["torch_dtype"] == "bfloat16"
 
 
-def test_in_bf16_there_is_no_quantisation_left(source: Path, tmp_path: Path) -> None:
+def test_in_bf16_there_is_no_quantisation_left(either: Path, tmp_path: Path) -> None:
     """Exports in BF16: dequantised weights, copied tensors, and a config.json without quantization_config."""
-    folder = checkpoint(tmp_path / "policy", loaded(source))
-    exported(folder, source, tmp_path / "out")
-    assert same_bits(tensors_of(tmp_path / "out"), loaded(source) | EXTRA)
+    folder = checkpoint(tmp_path / "policy", loaded(either))
+    exported(folder, either, tmp_path / "out")
+    assert same_bits(tensors_of(tmp_path / "out"), loaded(either) | extra_of(either))
     hf = read_config(tmp_path / "out")
     assert "quantization_config" not in hf and hf["torch_dtype"] == "bfloat16"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -19,6 +19,10 @@ CONFIG = {
     "weight_block_size": [128, 128],
 }
 """`quantization_config` of DeepSeek-V3."""
+PLAIN = ("embed_tokens.weight", "head.weight", "gate.weight")
+"""Endings of the names of matrices that stay in BF16: embedding, heads, routers."""
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Ending of the name of a router's correction bias, which stays in float32."""
 
 
 def values(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,12 +45,22 @@ def quantised(matrix: Tensor, scale_type: torch.dtype = torch.float32) -> tuple[
     return numbers, scales
 
 
+def in_block_fp8(tensors: dict[str, Tensor], scale_type: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Returns tensors as on the hub: linear weights in block FP8 with scales, correction biases in float32, others in
+    BF16."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and not name.endswith(PLAIN):
+            stored[name], stored[f"{name}_scale_inv"] = quantised(tensor.float(), scale_type)
+        else:
+            stored[name] = tensor.to(torch.float32 if name.endswith(CORRECTION_BIAS) else torch.bfloat16)
+    return stored
+
+
 def rewrite(
     model: Path, folder: Path, scale_type: torch.dtype = torch.float32, extra: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Writes a model's directory again in block FP8, in two files with an index; returns all tensors of the files.
-
-    Linear weights are quantised, as on the hub: not embedding, head, routers and norms.
 
     Args:
         model: A directory with a single file.
@@ -55,13 +69,7 @@ def rewrite(
         extra: Tensors of no layer of the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(model / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantised(tensor.float(), scale_type)
-        else:
-            tensors[name] = tensor.to(torch.bfloat16)
-    tensors |= extra or {}
+    tensors = in_block_fp8(load_file(model / "model.safetensors"), scale_type) | (extra or {})
     for file in model.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy2(file, folder / file.name)
@@ -78,12 +86,14 @@ def rewrite(
 
 
 def dequantised(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the model's tensors of a block-FP8 checkpoint in another type."""
-    return {
-        name: values(tensor, tensors[f"{name}_scale_inv"], dtype) if tensor.dtype == FP8 else tensor.to(dtype)
-        for name, tensor in tensors.items()
-        if not name.endswith("_scale_inv")
-    }
+    """Returns the model's tensors of a block-FP8 checkpoint in another type; correction biases stay in float32."""
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == FP8:
+            plain[name] = values(tensor, tensors[f"{name}_scale_inv"], dtype)
+        elif not name.endswith("_scale_inv"):
+            plain[name] = tensor if name.endswith(CORRECTION_BIAS) else tensor.to(dtype)
+    return plain
 
 
 def extra_layer(layers: int, hidden: int, seed: int = 0) -> dict[str, Tensor]:
@@ -98,6 +108,24 @@ def extra_layer(layers: int, hidden: int, seed: int = 0) -> dict[str, Tensor]:
         f"{prefix}.mlp.gate.e_score_correction_bias": torch.randn(5, generator=generator),
         "mtp.norm.weight": torch.randn(3, generator=generator).to(torch.bfloat16),
     }
+
+
+def prediction_layer(model: Path) -> dict[str, Tensor]:
+    """Returns a layer for multi-token prediction as in DeepSeek-V3's files: a decoder layer after the last, with
+    embedding, head, norms and a projection, in block FP8.
+
+    Args:
+        model: The model's directory, with a single file.
+    """
+    tensors = load_file(model / "model.safetensors")
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    layer = {name.replace(last, prefix): 1.5 * tensor for name, tensor in tensors.items() if name.startswith(last)}
+    embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    layer |= {f"{prefix}{name}.weight": embedding for name in ("embed_tokens", "shared_head.head")}
+    layer |= {f"{prefix}{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer[f"{prefix}eh_proj.weight"] = torch.randn(len(norm), 2 * len(norm), generator=torch.Generator().manual_seed(0))
+    return in_block_fp8(layer)
 
 
 def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:

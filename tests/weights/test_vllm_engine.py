@@ -31,7 +31,7 @@ from tests.support.engines import (
     spec_of,
     start_engine,
 )
-from tests.support.fp8_files import dequantised, rewrite
+from tests.support.fp8_files import dequantised, prediction_layer, rewrite
 from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
@@ -191,10 +191,13 @@ def test_every_architecture_takes_new_weights_twice(ray: None, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_directory_in_block_fp8_makes_an_engine_without_quantisation(ray: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_directory_in_block_fp8_makes_an_engine_without_quantisation(ray: None, tmp_path: Path, family: str) -> None:
     """Starts an engine on a block-FP8 directory: log-probs are those of the dequantised weights in float32."""
-    build_model(tmp_path / "plain", "qwen3_moe", 0)
-    tensors = rewrite(tmp_path / "plain", tmp_path / "fp8")
+    build_model(tmp_path / "plain", family, 0)
+    extra = prediction_layer(tmp_path / "plain") if family == "deepseek_v3" else {}
+    tensors = rewrite(tmp_path / "plain", tmp_path / "fp8", extra=extra)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in extra}
     save_file(dequantised(tensors, torch.float32), tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     spec = spec_of(tmp_path / "fp8", RolloutConfig(kv_cache_gib=0.1), weights="auto", dequantised=True)
     engines = start_engine("fp8-files", spec, tmp_path)
