@@ -54,7 +54,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
 
-class _Jump(selectors.SelectSelector):
+class _Jump(selectors.PollSelector):  # `select` takes no file descriptor above 1023
     def __init__(self, loop: VirtualTime) -> None:
         super().__init__()
         self.loop = loop
