@@ -224,9 +224,10 @@ class MathWorker:
     def _line(self, seconds: float) -> bytes:
         assert self.process is not None and self.process.stdout is not None
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self.rest:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             piece = os.read(self.process.stdout.fileno(), 65536)
             if not piece:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import resource
 import threading
 import time
 from fractions import Fraction
@@ -22,11 +24,26 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.answer import extract
-from skyrl_mega.envs.math.check import _process_pools, algebra
+from skyrl_mega.envs.math.check import MathWorker, _process_pools, algebra
 from skyrl_mega.envs.math.env import same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
 from skyrl_mega.rollout.agent.env_pool import Call
+
+
+def test_a_worker_of_a_process_with_over_1024_open_files_answers() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    files = [open(os.devnull) for _ in range(1100)]
+    try:
+        worker = MathWorker()
+        worker.ready()
+        assert worker.ask("\\frac{1}{2}", "0.5", 20.0) is True
+        worker.kill()
+    finally:
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def reward(env: str, gold: Any, action: str, **options: Any) -> float:
