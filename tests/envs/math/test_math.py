@@ -34,7 +34,7 @@ from skyrl_mega.rollout.agent.env_pool import Call
 def test_a_worker_of_a_process_with_over_1024_open_files_answers() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    files = [open(os.devnull) for _ in range(1100)]
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         worker = MathWorker()
         worker.ready()
@@ -42,7 +42,7 @@ def test_a_worker_of_a_process_with_over_1024_open_files_answers() -> None:
         worker.kill()
     finally:
         for file in files:
-            file.close()
+            os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
