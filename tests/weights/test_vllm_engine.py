@@ -113,15 +113,19 @@ def compare(sync: WeightSync) -> None:
 
 CUTS = [
     ParallelDims(ranks=4, pipeline=2, expert=2),
-    ParallelDims(ranks=4, pipeline=2, virtual_pipeline=2, expert=2),
     ParallelDims(ranks=4, tensor=2, expert=2, expert_tensor=2),
+    ParallelDims(ranks=4, pipeline=2, virtual_pipeline=2, expert=2),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor: int) -> None:
-    """Syncs twice with different weights from every cut of the policy to an engine of one or two workers.
+@pytest.mark.parametrize(
+    "tensor, cuts", [(2, CUTS[:2]), *(pytest.param(n, CUTS, marks=pytest.mark.nightly) for n in (1, 2))]
+)
+def test_every_sync_brings_the_policys_weights(
+    ray: None, tmp_path: Path, tensor: int, cuts: list[ParallelDims]
+) -> None:
+    """Syncs twice with different weights from each cut of the policy to an engine of one or two workers.
 
     Every parameter equals the policy's bit by bit, as the kernels read it. Log-probs equal transformers'.
     """
@@ -135,7 +139,7 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
     fleet = serving(engines)
     version = 0
     try:
-        for parallel in CUTS:
+        for parallel in cuts:
             policy = holders(parallel, hf, tmp_path)
             try:
                 sync = WeightSync(policy, fleet, hf, cut(config, parallel), plans=tmp_path / "plans")
@@ -145,7 +149,7 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
                     metrics = sync.sync(version)
                     check(engines, path, version=version)
                     assert [c.different for c in sync.check()] == [[]] * tensor
-                if tensor == 2 and parallel is CUTS[0]:
+                if tensor == 2 and parallel is cuts[0]:
                     interrupt(engines, sync, models, version)
                     compare(sync)
                     version = 10
