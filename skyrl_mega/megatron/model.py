@@ -253,12 +253,15 @@ def build_model(
             **gpt,
         ).to(device)
         mark_experts(chunk)
+        mark_down_projections(chunk)
         freeze_correction_biases(chunk)
         chunks.append(chunk)
     return chunks
 
 
 MODELS: dict[HeadKind, type[HiddenGPT]] = {"vocab": HiddenGPT, "value": ValueGPT}
+DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+"""Suffixes of Megatron's names for the down-projections of latent attention."""
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
@@ -273,6 +276,17 @@ def mark_experts(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def mark_down_projections(chunk: torch.nn.Module) -> None:
+    """Marks the down-projections of latent attention as held whole by every tensor rank, for the gradient norm.
+
+    Transformer Engine marks every linear weight as cut over the tensor group, also a weight that all ranks hold whole.
+    The norm would count the gradient of such a weight once per tensor rank, and clipping would start too early.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(DOWN_PROJECTIONS):
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def freeze_correction_biases(chunk: torch.nn.Module) -> None:
