@@ -52,6 +52,8 @@ class Built:
     params: dict[str, tuple[int, ...]]
     """Shapes by local name, in the order of `named_parameters`."""
     attributes: dict[str, dict[str, Any]]
+    frozen: dict[str, str] = field(default_factory=dict)
+    """Dtypes of the parameters without a gradient, by local name."""
     stored: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = field(default_factory=list)
     """Sharded state of the model: key, whole shape, offset, local shape, and True if this rank saves the tensor."""
     parts: list[dict[str, Updated]] = field(default_factory=list)
@@ -104,12 +106,14 @@ def build_rank(case: Case, rank: int) -> Built:
         )
         wrapped = build.wrap_ddp(chunks, overlap=False)
         optimizer = build_optimizer(policy.optimizer, wrapped, dtype)
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        built.frozen = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items() if name not in trained}
         built.stored = [entry for chunk in chunks for entry in stored(chunk)]
         shard = architecture(case.hf).megatron_shard(case.hf, case.parallel, rank, case.spec)  # type: ignore[arg-type]
         local = cut(shard, case.gradients)
-        for name, p in named.items():
+        for name, p in trained.items():
             p.main_grad.copy_(local[name].nan_to_num(0.0))  # type: ignore[attr-defined]
-        names = {p: name for name, p in named.items()}
+        names = {p: name for name, p in trained.items()}
         for part in optimizer.chained_optimizers:
             part._copy_model_grads_to_main_grads()
             built.parts.append(updated(part, names))

@@ -51,12 +51,13 @@ def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
     _plain(args[11], args[13:16], args[:2], args[17:19])
     scores, keys, values = _scores(args[12], scale, args[17:19], args[26:28], q, k), _heads(k, q), _heads(v, q)
     shares = (scores - lse[..., 0].T[..., None]).exp()
-    out, of_out = out.view(q.shape).float(), of_out.view(q.shape).float()
+    width = (*q.shape[:2], v.shape[-1])  # in latent attention other than the width of queries and keys
+    out, of_out = out.view(width).float(), of_out.view(width).float()
     of_shares = torch.einsum("thd,shd->hts", of_out, values)
     of_scores = scale * shares * (of_shares - (of_out * out).sum(-1).T[..., None])
     gradients = torch.einsum("hts,shd->thd", of_scores, keys), torch.einsum("hts,thd->shd", of_scores, q.float())
     of_values = torch.einsum("hts,thd->shd", shares, of_out)
-    grads = gradients[0], *(t.view(*k.shape[:2], -1, k.shape[2]).sum(2) for t in (gradients[1], of_values))
+    grads = gradients[0], *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (gradients[1], of_values))
     return [*(grad.to(t.dtype).contiguous() for grad, t in zip(grads, (q, k, v), strict=True)), None, None]
 
 

@@ -237,11 +237,24 @@ def fused_rope_backward(
     return _rotated(grad, _angles(freqs, cu_seqlens, size, rank), -1)
 
 
-def _chosen(logits: Tensor, topk: int, pre_softmax: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    x = logits.float()
-    chosen = torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(topk, -1).indices, True)
-    probs = x.softmax(-1) * chosen if pre_softmax else x.masked_fill(~chosen, float("-inf")).softmax(-1)
-    return probs * (scale or 1.0), chosen
+def _chosen(scores: Tensor, topk: int, groups: int | None, group_topk: int | None) -> Tensor:
+    """Returns a mask [T, E] of the best experts; groups are ranked by the sum of their best `topk / group_topk`."""
+    if groups and group_topk:
+        by_group = scores.unflatten(-1, (groups, -1))
+        best = by_group.topk(topk // group_topk, -1).values.sum(-1).topk(group_topk, -1).indices
+        allowed = torch.zeros(by_group.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
+        scores = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(topk, -1).indices, True)
+
+
+def _probabilities(logits: Tensor, chosen: Tensor, pre_softmax: bool, scale: float | None, score: str) -> Tensor:
+    """Returns the weights [T, E] of the chosen experts; 0 for the others."""
+    if score == "sigmoid":
+        probs = logits.sigmoid() * chosen
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    else:
+        probs = logits.softmax(-1) * chosen if pre_softmax else logits.masked_fill(~chosen, float("-inf")).softmax(-1)
+    return probs * (scale or 1.0)
 
 
 @kernel
@@ -250,19 +263,22 @@ def fused_topk_with_score_function_fwd(
     form: int, indices: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the probabilities, the chosen experts, and the saved logits for the backward pass."""
-    assert score == "softmax" and groups is None and bias is None and indices is None
-    probs, chosen = _chosen(logits, topk, pre_softmax, scale)
-    return probs.to(logits.dtype), chosen, logits.float().clone()
+    assert score in ("softmax", "sigmoid") and indices is None and (bias is None or score == "sigmoid")
+    x = logits.float()
+    scores = x if score == "softmax" else x.sigmoid()
+    chosen = _chosen(scores if bias is None else scores + bias.float(), topk, groups, group_topk)
+    return _probabilities(x, chosen, pre_softmax, scale, score).to(logits.dtype), chosen, x.clone()
 
 
 @kernel
 def fused_topk_with_score_function_bwd(
-    chosen: Tensor, logits: Tensor, grad: Tensor, out: Tensor, topk: int, pre_softmax: bool, scale: Any, *_: Any
-) -> None:
+    chosen: Tensor, logits: Tensor, grad: Tensor, out: Tensor, topk: int, pre_softmax: bool, scale: Any, score: str,
+    *_: Any,
+) -> None:  # fmt: skip
     """Writes the gradient of the logits."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        probs, _chosen_again = _chosen(leaf, topk, pre_softmax, scale)
+        probs = _probabilities(leaf, chosen, pre_softmax, scale, score)
         (gradient,) = torch.autograd.grad(probs, leaf, grad.float())
     out.copy_(gradient)
 

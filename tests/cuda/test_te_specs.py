@@ -16,18 +16,31 @@ import pytest
 from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema.model import WITH_EXPERTS
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from tests.cuda import programs, te
 from tests.cuda.ranks import Built, Case, build_ranks
+from tests.families.models import CORRECTION_BIAS, YARN
 from tests.support.ranks import run_ranks
 from tests.support.selected import selected
 from tests.weights.grids import LAYOUTS, MODELS, global_tensors
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
-MORE_MODELS = MODELS | {"wide_moe": hf_config(BuildConfig(layers=2, heads=8, kv_heads=4, experts=8))}
+FAMILIES = {name: hf_config(BuildConfig(architecture=name, hidden=128)) for name in WITH_EXPERTS[1:]}
+"""A model of two layers for every family but the default, which `MODELS` has."""
+FAMILIES["deepseek_v3"] |= {"n_group": 4, "topk_group": 1, "rope_parameters": YARN}
+FAMILIES["glm4_moe Air"] = FAMILIES["glm4_moe"] | {"use_qk_norm": False}
+FAMILIES["deepseek_v3 Moonlight"] = FAMILIES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": None,
+}
+MORE_MODELS = MODELS | {"wide_moe": hf_config(BuildConfig(layers=2, heads=8, kv_heads=4, experts=8))} | FAMILIES
 MORE_LAYOUTS = LAYOUTS | {
     "tp4 ep8 dp2": ParallelDims(8, tensor=4, expert=8),
     "tp4 ep2 etp2": ParallelDims(4, tensor=4, expert=2, expert_tensor=2),
@@ -42,6 +55,8 @@ PAIRS = [
     *(("qwen2_tied", layout) for layout in ("one", "dp2", "tp2", "pp2", "pp2 vpp2", "pp3 of 1 2 1")),
     *(("qwen3", layout) for layout in ("tp2", "pp2")),
     *(("llama", layout) for layout in ("one", "tp2")),
+    *((family, layout) for family in FAMILIES for layout in ("one", "tp2", "tp2 ep2", "ep2", "pp2")),
+    *((family, "cp2 ep2") for family in ("glm4_moe", "deepseek_v3")),
 ]  # fmt: skip
 EVERY_CHANGE = {
     ("qwen3_moe", "one"),
@@ -54,17 +69,23 @@ EVERY_CHANGE = {
     ("qwen2_tied", "pp2 vpp2"),
     ("qwen3", "tp2"),
     ("llama", "one"),
+    ("qwen2_moe", "tp2 ep2"),
+    ("glm4_moe", "tp2 ep2"),
+    ("minimax_m2", "tp2 ep2"),
+    ("deepseek_v3", "tp2 ep2"),
+    ("deepseek_v3 Moonlight", "tp2 ep2"),
 }
-"""Pairs tested with every change: each kind of parallelism, and each architecture; all pairs run nightly."""
+"""Pairs tested with every change: each kind of parallelism, and each kind of block; all pairs run nightly."""
 DTYPES = {"one": "float32", "tp2": "float32", "tp2 ep2": "float32"}
-"""Dtypes by layout. Most layouts use bfloat16, because master weights take another code path than a float32 model."""
+"""Dtypes by layout. Most layouts use bfloat16, because master weights take another code path than a float32 model.
+`FAMILIES` always do: their frozen parameters stay in float32."""
 
 Key = tuple[str, str, str]
 
 
 def case(model: str, layout: str, spec: str) -> Case:
     hf = MORE_MODELS[model]
-    dtype = DTYPES.get(layout, "bfloat16")
+    dtype = "bfloat16" if model in FAMILIES else DTYPES.get(layout, "bfloat16")
     return Case(hf, MORE_LAYOUTS[layout], spec, dtype, global_tensors(architecture(hf).tensors(hf), seed=3))
 
 
@@ -97,6 +118,17 @@ def test_names_shapes_and_order(built: dict[Key, list[Built]], model: str, layou
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
+def test_only_correction_biases_are_frozen_and_stay_in_float32(
+    built: dict[Key, list[Built]], model: str, layout: str, spec: Any
+) -> None:
+    hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
+    for rank, rank_built in enumerate(built[model, layout, spec]):
+        pieces = architecture(hf).megatron_shard(hf, parallel, rank, spec).pieces
+        biases = {piece.param for piece in pieces if piece.tensor.endswith(CORRECTION_BIAS)}
+        assert rank_built.frozen == dict.fromkeys(biases, "float32")
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
 def test_every_gradient_counts_once_in_the_norm(
     built: dict[Key, list[Built]], model: str, layout: str, spec: str
 ) -> None:
@@ -111,7 +143,8 @@ def test_every_gradient_counts_once_in_the_norm(
                 counted["experts" if ".experts." in name else "others"] += counted_update.squares
     whole: dict[str, float] = defaultdict(float)
     for name, gradient in case(model, layout, spec).gradients.items():
-        whole["experts" if ".experts." in name else "others"] += squared(gradient)
+        if not name.endswith(CORRECTION_BIAS):
+            whole["experts" if ".experts." in name else "others"] += squared(gradient)
     for kind in whole:
         assert math.sqrt(counted[kind]) == pytest.approx(math.sqrt(whole[kind]), rel=1e-6), kind
 
@@ -165,7 +198,8 @@ def test_optimizers_share_out_every_parameter_once(
                 assert update.decay == (0.0 if len(rank_built.params[name]) == 1 else 1.0), name
                 assert i == int(".experts." in name and parallel.expert > 1), name
                 runs[place(at, name)].append(update.run)
-        sizes |= {place(at, name): math.prod(shape) for name, shape in rank_built.params.items()}
+        trained = {name: shape for name, shape in rank_built.params.items() if name not in rank_built.frozen}
+        sizes |= {place(at, name): math.prod(shape) for name, shape in trained.items()}
     assert set(runs) == set(sizes)
     for parameter, parts in runs.items():
         ends = [0, *(end for _, end in sorted(parts))]

@@ -1,0 +1,73 @@
+"""Every family's Transformer Engine layers compute as the local ones do, forward and backward, in two ranks.
+
+Python of Transformer Engine and megatron-core is real; kernels are plain torch (`te_kernels`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.programs import run
+from tests.cuda.te_families import Pass
+from tests.cuda.test_te_specs import FAMILIES, contents
+from tests.cuda.test_waits import off
+from tests.support.engines import build_model_of
+
+pytestmark = [
+    pytest.mark.skipif(bool(te.absent()), reason=te.absent()),
+    pytest.mark.nightly,
+]
+
+EXPERTS = 8
+MODELS = {
+    name: hf | {"num_experts_per_tok": EXPERTS} | ({"topk_group": hf["n_group"]} if "n_group" in hf else {})
+    for name, hf in FAMILIES.items()
+}
+"""Models in which every token takes all experts: with a choice, bfloat16's noise would change some tokens' experts."""
+PARALLEL = ParallelDims(2, tensor=2, expert=2)
+POLICIES = {spec: PolicyConfig(spec=spec) for spec in ("te", "local")}
+HIDDEN, GRADIENT = 0.03, 0.06
+"""Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise."""
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Pass]]]:
+    """Returns spec → rank → family → results."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, hf in MODELS.items():
+        (folder / "model" / name).mkdir(parents=True)
+        build_model_of(folder / "model" / name, hf, seed=4)
+    return run("te_families", folder, PARALLEL, POLICIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_transformer_engine_compute_what_local_ones_do(
+    passes: dict[str, list[dict[str, Pass]]], name: str
+) -> None:
+    hf, latent = MODELS[name], "kv_lora_rank" in MODELS[name]
+    for rank in range(PARALLEL.ranks):
+        engine, local = (passes[spec][rank][name] for spec in ("te", "local"))
+        assert engine.fused == (True, not latent) and local.fused == (False, False)
+        assert off(engine.hidden, local.hidden) < HIDDEN
+        by_content = [gradients_by_content(hf, rank, spec, of) for spec, of in (("te", engine), ("local", local))]
+        wrong = {
+            content: error
+            for content, gradient in by_content[1].items()
+            if not (error := off(by_content[0][content], gradient)) < GRADIENT
+        }
+        assert not wrong
+
+
+def gradients_by_content(hf: dict[str, Any], rank: int, spec: str, of: Pass) -> dict[tuple[Any, ...], Any]:
+    """Returns gradients by a parameter's Hugging Face tensors, without those that no token has."""
+    return {
+        holds: gradient
+        for name, holds in contents(hf, PARALLEL, rank, spec)
+        if (gradient := of.gradients.get(name.removeprefix("0."))) is not None and np.abs(gradient).max() > 0
+    }
