@@ -11,15 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.cli.inputs import check_inputs, planned_inputs, prepare, with_device
+from skyrl_mega.cli.inputs import check_inputs, check_layouts, planned_inputs, prepare, with_device
 from skyrl_mega.cluster.devices import GpuEvidence
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.precision import RECIPES
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema.model import WITH_EXPERTS
 from skyrl_mega.models.blocks.gqa import CPU_HEADS
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.models.tiny import build
+from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.layout_text import places
 from skyrl_mega.telemetry.console import Console
@@ -274,3 +276,34 @@ def test_parameters_in_fp8_are_refused_where_a_cpu_is_what_there_is(inputs: Path
         UserError, match=r"^policy\.precision\.parameters = fp8: these are Transformer Engine's tensors"
     ):
         with_device(config)
+
+
+LATENT, EXPERTS, NORM = "multi-head latent attention", "Qwen3's experts only", "a norm over all heads"
+WITHOUT_FP8 = {
+    **{"qwen2_moe": EXPERTS, "mixtral": EXPERTS, "glm4_moe": EXPERTS, "olmoe": NORM, "minimax_m2": NORM},
+    **{"deepseek_v3": LATENT, "kimi_k2": LATENT, "glm4_moe_lite": LATENT},
+}
+"""Family → the part that has not been shown with FP8."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        *((f"policy.precision.recipe={recipe}", "policy.precision.recipe") for recipe in RECIPES),
+        ("weights.wire=fp8", "weights.wire"),
+        ("rollout.options.quantization=fp8_per_block", "rollout.options"),
+    ],
+)
+def test_fp8_is_refused_for_every_family_not_shown_with_it(inputs: Path, setting: str, key: str) -> None:
+    config = compose(inputs / "config.yaml", ["cluster.device=cuda", setting])
+    refused = {}
+    for family in WITH_EXPERTS:
+        try:
+            check_layouts(config, hf_config(BuildConfig(architecture=family, hidden=128)))
+        except UserError as error:
+            refused[family] = str(error)
+    refused = {family: text for family, text in refused.items() if "FP8 has" in text}
+    assert refused.keys() == WITHOUT_FP8.keys()
+    for family, text in refused.items():
+        assert text.startswith(f"{key}: FP8 has ") and WITHOUT_FP8[family] in text, text
+        assert "give policy.precision.recipe=model, weights.wire=auto and engines without quantization" in text
