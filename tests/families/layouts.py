@@ -32,8 +32,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP2": (2, {"expert": 2}),
 }
 """Ranks and sizes of every layout of the sweep; tensor parallelism includes sequence parallelism."""
-REPLAYED = ("TP1", "TP2·EP2")
-"""Layouts with router replay."""
 EXPORTED = SAVED = "TP2·EP2"
 """The layout with an export, and with checkpoints."""
 RESUMED = "PP2"
@@ -87,15 +85,15 @@ def _examine(rank: int, name: str, folder: Path, which: str) -> RankResults:
     path, (_, parallel) = folder / f"{name}-0", sizes_of(name, which)
     worker = load_model(path, parallel, POLICY)
     rows, micros = deal(some_batch(), worker)
-    results = RankResults(rows, logprobs=_logprobs(worker, micros))
-    if which in REPLAYED:
-        routed = routed_batch(worker.hf)
-        results.replayed = _logprobs(worker, [routed.take(row) for row in rows])
+    routed = routed_batch(worker.hf)
+    results = RankResults(
+        rows, _logprobs(worker, micros), replayed=_logprobs(worker, [routed.take(row) for row in rows])
+    )
     if which == EXPORTED:
         worker.export(folder / f"{name}-exported", path)
     worker.train(micros, objectives.supervised)
     results.gradients = _gradients(worker)
-    if MODELS[name].checkpointed and which in (SAVED, RESUMED):
+    if which in (SAVED, RESUMED):
         checkpoint = folder / f"{name}-checkpoint"
         if which == SAVED:
             if rank == 0:

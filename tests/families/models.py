@@ -46,8 +46,6 @@ class TinyModel:
     """Arguments of the configuration class, beyond `COMMON`."""
     hub: dict[str, Any] = field(default_factory=dict)
     """Keys in the config.json of hub files that transformers does not write."""
-    checkpointed: bool = False
-    """True if a checkpoint of this model is resumed in another layout."""
 
     @property
     def layers(self) -> int:
@@ -124,7 +122,6 @@ MODELS: dict[str, TinyModel] = {
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
-        checkpointed=True,
     ),
     "qwen2_moe": TinyModel(
         "Qwen2MoeConfig",
@@ -159,7 +156,7 @@ MODELS: dict[str, TinyModel] = {
             "rms_norm_eps": 1e-5,
         },
     ),
-    "glm4_moe": TinyModel("Glm4MoeConfig", GLM, checkpointed=True),
+    "glm4_moe": TinyModel("Glm4MoeConfig", GLM),
     "glm4_moe, Air": TinyModel("Glm4MoeConfig", GLM | {"use_qk_norm": False, "routed_scaling_factor": 1.0}),
     "minimax_m2": TinyModel(
         "MiniMaxM2Config",
@@ -177,7 +174,6 @@ MODELS: dict[str, TinyModel] = {
         "DeepseekV3Config",
         LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
         hub=SIGMOID_KEYS,
-        checkpointed=True,
     ),
     "deepseek_v3, Moonlight": TinyModel("DeepseekV3Config", LATENT | {"q_lora_rank": None}, hub=SIGMOID_KEYS),
     "deepseek_v2": TinyModel(
