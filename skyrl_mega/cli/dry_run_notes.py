@@ -77,27 +77,27 @@ def _on_environments(config: Config) -> Iterator[str]:
     if environment.processes and config.cluster.nodes > 1 and on_driver_node(environment):
         which = f"retriever.index = {retriever.index}" if runs_service else f"retriever.url = {retriever.url}"
         yield (
-            f"environment.{which}: that service answers on the driver's node alone, and so all "
-            f"{environment.processes} of environment.processes are there; give environment.retriever.url the address "
-            "of one that every node reaches, and they are spread"
+            f"environment.{which}: this service answers only on the driver's node, so all {environment.processes} of "
+            "environment.processes run there; to spread them over the nodes, give environment.retriever.url the "
+            "address of a service that every node reaches"
         )
     if runs_service and retriever.build is None and not Path(str(retriever.index)).exists():
         yield (
             f"environment.retriever.index = {retriever.index} is not here and was not checked; a run needs it, or "
-            "environment.retriever.build, which makes it"
+            "environment.retriever.build, which builds it"
         )
     if config.asynchrony.mode == "full" and config.asynchrony.max_staleness > MOST_SIMULATED:
         yield (
             f"asynchrony.max_staleness={config.asynchrony.max_staleness}: up to {max_open_trajectories(config):,} "
-            f"trajectories may be open, and tokens so many steps old; --simulate finds what up to "
-            f"{MOST_SIMULATED} are worth"
+            f"trajectories may be open at once, and tokens may be so many syncs old when they are trained on; "
+            f"--simulate compares values up to {MOST_SIMULATED}"
         )
     most = max_open_trajectories(changed(config, (("environment.slots", None),)))
     places = min(config.rollout.engines * config.rollout.concurrency, most)
     if environment.slots is not None and environment.slots < places:
         yield (
-            f"environment.slots = {environment.slots}: engines have places for up to {places:,} of the "
-            "trajectories at once (rollout.concurrency), and wait for environments"
+            f"environment.slots = {environment.slots}: engines have places for up to {places:,} trajectories at once "
+            "(rollout.concurrency), and wait for environments; give more slots to fill the engines"
         )
 
 
@@ -105,12 +105,13 @@ def _on_batch(sizes: StepSizes) -> Iterator[str]:
     if sizes.oversize:
         yield (
             f"a sequence of up to {sizes.longest:,} tokens is above policy.micro_tokens × context = {sizes.budget:,}: "
-            "it has a micro-batch of its own, and that sets the memory"
+            "it gets a micro-batch of its own, which determines the memory"
         )
     if sizes.trajectories < sizes.data * sizes.most:
         yield (
             f"an optimizer step has {sizes.trajectories} trajectories for {sizes.data} data-parallel ranks × "
-            f"{sizes.most} micro-batches: some have nothing to do"
+            f"{sizes.most} micro-batches: some ranks have nothing to do; give a larger data.mini_batch_prompts, or "
+            "fewer ranks"
         )
 
 
@@ -143,9 +144,8 @@ def _on_offload(config: Config, decoder: Decoder, parallel: ParallelDims) -> Ite
         phrase = "have GPUs of their" if len(offload.owners) > 1 or "engines" in offload.owners else "has GPUs of its"
         cost = f"{offload.seconds:.2g} s a step" if offload.seconds else "it is dropped and made again"
         yield (
-            f"{' and '.join(offload.owners)} {phrase} own, which nothing shares, and what takes turns there by "
-            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {cost}; give "
-            f"residency.keep={offload.keep}"
+            f"{' and '.join(offload.owners)} {phrase} own, so offloading there by "
+            f"residency.keep=[{','.join(keep or ())}] is for nothing: {cost}; give residency.keep={offload.keep}"
         )
 
 
@@ -158,7 +158,7 @@ def _on_streaming(config: Config, decoder: Decoder, parallel: ParallelDims) -> I
         seconds = step_time(config, decoder, parallel).step - step_time(without, decoder, parallel).step
         yield (
             f"policy.optimizer.streamed=true takes {seconds:.2g} s a step, and all fits without it, too: leave it out, "
-            "or use the room (policy.micro_tokens, policy.recompute)"
+            "or use the freed memory (policy.micro_tokens, policy.recompute)"
         )
 
 
@@ -170,8 +170,8 @@ def _on_policy(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iter
         )
     if not allocator.expandable(os.environ):
         yield (
-            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: a policy rank is "
-            "counted with more memory that the allocator cannot give back"
+            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: the plan counts more "
+            "memory of a policy rank as lost to fragmentation; add expandable_segments:True, or unset the variable"
         )
     gpu = gpu_bytes(config)
     usual = PolicyConfig().logit_chunk
@@ -206,7 +206,7 @@ def _on_shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) ->
     else:
         yield (
             f"close: {unsafe.free / GIB:.2f} GiB of a shared GPU are left in phase {unsafe.phase}, whose estimates may "
-            f"be {unsafe.possible_shortage / GIB:.1f} too low; {hint}"
+            f"be {unsafe.possible_shortage / GIB:.1f} GiB too low; {hint}"
         )
 
 
@@ -214,9 +214,9 @@ def _relief_text(reliefs: list[Relief]) -> str:
     """Describes settings freeing memory, and the bytes freed. Only tried settings are named."""
     options = ", ".join(f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in reliefs)
     return (
-        f"what gives room there: {options}"
+        f"settings that free memory there: {options}"
         if options
-        else "no single setting gives room there; --suggest searches further"
+        else "no single setting frees memory there; --suggest searches further"
     )
 
 
@@ -233,9 +233,8 @@ def _on_fp8_blocks(config: Config, decoder: Decoder) -> Iterator[str]:
     options = " or ".join(f"{key}{', '.join(map(str, sizes))}" for key, sizes in fixes.items() if sizes)
     yield (
         f"rollout.tensor={rollout.tensor} leaves {part} to a worker, no multiple of {BLOCK}: engines "
-        "quantise by blocks that begin at a worker's own columns, and have other numbers than policy and wire "
-        "(mismatch/*); "
-        + (f"they are the same with {options}" if options else "so it is with every size of this model")
+        "quantise by blocks that begin at a worker's own columns, so their weights differ slightly from the policy's "
+        "(mismatch/*); " + (f"they are equal with {options}" if options else "no other size avoids this for this model")
     )
 
 
@@ -245,13 +244,13 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
         yield idle
     if (data := engine_data(rollout)) > 1:
         yield (
-            f"rollout.options.data_parallel_size={data} is planned alone: a run has none yet and refuses it; give as "
-            "many more rollout.engines"
+            f"rollout.options.data_parallel_size={data} works only in a plan: a run does not support it yet; give "
+            f"{data} times the rollout.engines instead"
         )
     if rollout.tensor > config.cluster.gpus_per_node:
         yield (
-            f"rollout.tensor={rollout.tensor} is planned alone: a run's engine lies within a node of "
-            f"{config.cluster.gpus_per_node} GPUs, and a run refuses a larger one"
+            f"rollout.tensor={rollout.tensor} works only in a plan: in a run, an engine must fit into a node of "
+            f"{config.cluster.gpus_per_node} GPUs"
         )
     if 0 < decoder.kv_heads < rollout.tensor:
         yield (
@@ -268,6 +267,6 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
     limit, seconds = rollout.trajectory_timeout_s, generate_time(unbounded, decoder, sizes)
     if limit is not None and limit < seconds:
         yield (
-            f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "
-            f"them take about {seconds:.0f} s: those that come last are truncated"
+            f"rollout.trajectory_timeout_s={limit:g} includes the wait for an engine, and the trajectories of a step "
+            f"take about {seconds:.0f} s together: the last ones will be truncated; give more, or null"
         )

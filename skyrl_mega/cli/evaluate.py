@@ -280,7 +280,8 @@ def _score(
             "the environments of all samples failed, so there are no scores",
             key="--output",
             value=results.folder,
-            fix="fix them or what they ask, as the samples' metadata says, and give another --output",
+            fix="read the errors in the samples' metadata, fix the environments or the services behind them, and give "
+            "another --output",
         )
 
 

@@ -103,7 +103,11 @@ def _run(args: argparse.Namespace) -> int:
         return FAULT
     if done.without_master:
         keys = ", ".join(done.without_master[:3]) + (" …" if len(done.without_master) > 3 else "")
-        print(f"{len(done.without_master)} tensors are not trained, their weights are exported: {keys}", file=people)
+        print(
+            f"{len(done.without_master)} tensors are not trained and have no float32 master copy; their weights are "
+            f"exported instead: {keys}",
+            file=people,
+        )
     if done.copied:
         print(
             f"{done.copied} tensors ({size(done.copied_bytes)}) of no layer are copied from {source.model}", file=people

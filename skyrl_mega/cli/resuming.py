@@ -21,9 +21,9 @@ from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.trainer.checkpoints import newest_intact
 
 FIXED = {
-    "run.seed": "it orders the data, of which the checkpoint knows the place",
-    "data.shuffle": "it orders the data, of which the checkpoint knows the place",
-    "policy.moe.freeze_router": "the checkpoint has the optimizer's state of the weights that were trained",
+    "run.seed": "it decides the order of the data, and the checkpoint has a position in that order",
+    "data.shuffle": "it decides the order of the data, and the checkpoint has a position in that order",
+    "policy.moe.freeze_router": "the checkpoint has an optimizer state for exactly the weights trained so far",
 }
 """Settings or groups bound to a checkpoint, with the reason (docs/faults.md)."""
 PLACES = ("run.directory", "run.name")
@@ -101,7 +101,7 @@ def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
     before = stream.get("rows") if isinstance(stream, dict) else None
     files = config.data.train
     if before and all(Path(file).is_file() for file in files) and fingerprint(files) != before:
-        yield "the rows in data.train (the place in them is kept)"
+        yield "the rows in data.train (the position in them is kept)"
 
 
 def changes_text(changed: list[str]) -> str:

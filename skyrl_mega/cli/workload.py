@@ -137,7 +137,11 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
         if wrong := next(
             (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
         ):
-            raise UserError("--like takes all of it from a run", key=f"--{wrong}", fix="give one of them")
+            raise UserError(
+                "--like takes tokens, environment seconds and turns from a run",
+                key=f"--{wrong}",
+                fix="give one of them",
+            )
         return Recorded.of_run(Path(args.like))
     parallel, _ = fit.parallel_of(config)
     sizes, most = batch(config, parallel), response_limit(config.rollout)

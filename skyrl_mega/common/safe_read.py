@@ -95,7 +95,7 @@ def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> 
         elif numbers and isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
             raise Malformed(f"a whole number of {value.bit_length()} bits is beyond every float")
         elif isinstance(value, str) and not is_unicode(value):
-            raise Malformed("it has half of a surrogate pair, which is no text")
+            raise Malformed("it has half of a surrogate pair, which is no valid Unicode text")
 
 
 def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:

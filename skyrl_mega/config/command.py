@@ -111,7 +111,7 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
     except OSError as error:
         if error.filename is not None and error.errno not in DISK_ERRORS:
             print_error(
-                f"error: {one_line(str(error.filename))}: {error_reason(error)}; name one that you may read or write"
+                f"error: {one_line(str(error.filename))}: {error_reason(error)}; give a path that you may read or write"
             )
             return WRONG_INPUT
         if error.filename is None:
@@ -187,7 +187,10 @@ def _run_with_errors(run: Callable[[], int], as_json: bool) -> int:
         return DONE
     except SystemExit as error:  # raised by user code: the command ends without having done its work
         at = traceback.extract_tb(error.__traceback__)[-1]
-        print_error(f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}); take it out")
+        print_error(
+            f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}), which ends the whole "
+            "command; remove this call"
+        )
         return FAULT
 
 

@@ -87,9 +87,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     try:
         composed = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
-        raise UserError(
-            "settings that name one another with ${…} in a circle", fix="give one of them a value"
-        ) from error
+        raise UserError("settings refer to one another by ${…} in a circle", fix="give one of them a value") from error
     except OmegaConfBaseException as error:  # interpolations are resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
@@ -136,7 +134,8 @@ def _parse(text: str) -> Override:
         if is_secret(key.lstrip("+~"), value):
             text = f"{key}{sign}{MASK}"
         raise UserError(
-            "not of the form group.key=value, without spaces; quote what has signs: 'run.directory=\"a=b\"'",
+            "not of the form group.key=value, without spaces; quote a value with = or other signs: "
+            "'run.directory=\"a=b\"'",
             key=text[:LONGEST],
         ) from error
     if not override.key_or_group:
@@ -144,7 +143,7 @@ def _parse(text: str) -> Override:
     name = override.key_or_group
     known = keys().get(name)
     if override.type == OverrideType.DEL:
-        unset = f"give {name}=null" if known and known.nullable else "leave it out, and the default holds"
+        unset = f"give {name}=null" if known and known.nullable else "leave it out to get the default"
         raise UserError("a setting cannot be taken away", key=text, fix=unset)
     if override.is_sweep_override():
         instead = f"; a list is written {text.replace('=', '=[', 1)}]" if known and known.type is list else ""

@@ -184,8 +184,8 @@ def cutoff_note(config: Config) -> str | None:
         return None
     capped = "" if config.algorithm.importance_cap is None else ", and algorithm.importance_cap corrects for it too"
     return (
-        f"rollout.sampling.{', '.join(cuts)}: tokens are drawn from a part of the distribution and the policy is "
-        f"trained over the whole of it: mismatch/* is not 0 with the best of engines{capped} (docs/recipes.md)"
+        f"rollout.sampling.{', '.join(cuts)}: tokens are sampled from a truncated distribution and the policy is "
+        f"trained over the whole: mismatch/* stays above 0 even with a perfect engine{capped} (docs/recipes.md)"
     )
 
 

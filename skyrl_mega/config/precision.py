@@ -110,7 +110,7 @@ def _parameter_refusals(c: Config) -> Refusals:
         why = "these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them"
         yield key, why, f"give {key}=model, which computes the same"
     if c.weights.wire != "fp8":
-        why = f"engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as model.dtype"
+        why = f"engines get the weights in the policy's format, and weights.wire is {c.weights.wire}, not fp8"
         yield key, why, f"give weights.wire=fp8, with engines of any kind, or {key}=model"
     for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
         if optimizer.streamed:
@@ -137,8 +137,8 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
         return
     supported = [name for name, needed in RECIPES.items() if needed.capability[0] <= capability < needed.capability[1]]
     raise UserError(
-        f"this GPU (compute capability {capability[0]}.{capability[1]}) does not multiply such "
-        f"numbers; allowed on it: {', '.join(['model', *supported])}",
+        f"this GPU (compute capability {capability[0]}.{capability[1]}) cannot multiply numbers of this format; "
+        f"allowed on it: {', '.join(['model', *supported])}",
         key="policy.precision.recipe",
         value=precision.recipe,
     )
@@ -181,29 +181,29 @@ def fp8_notes(config: Config) -> Iterator[str]:
     trains, serves = recipe != "model", fp8_weights(config.rollout)
     if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:
         yield (
-            "policy.precision.recipe=mxfp8 is multiplied by Blackwell (B200) alone, and "
-            f"cluster.gpu_memory_gib={size:g} is the memory of another GPU: a run ends as it starts there; Hopper "
-            "multiplies fp8_blockwise"
+            "policy.precision.recipe=mxfp8 needs a Blackwell GPU (B200), and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of an earlier GPU, on which a run would fail at its start; "
+            "on Hopper give fp8_blockwise"
         )
     if size is not None and recipe == "fp8_blockwise" and size >= BLACKWELL_GIB:
         yield (
-            f"policy.precision.recipe=fp8_blockwise is multiplied by Hopper (H100, H200) alone, and "
-            f"cluster.gpu_memory_gib={size:g} is the memory of a later GPU: a run ends as it starts there; Blackwell "
-            "multiplies mxfp8"
+            f"policy.precision.recipe=fp8_blockwise needs a Hopper GPU (H100, H200), and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of a later GPU, on which a run would fail at its start; on "
+            "Blackwell give mxfp8"
         )
-    serving = "rollout.options.quantization=fp8_per_block has them serve FP8 (docs/precision.md)"
+    serving = "rollout.options.quantization=fp8_per_block makes them compute in FP8 too (docs/precision.md)"
     if trains and not serves:
         yield (
-            f"policy.precision.recipe={recipe}: engines compute in {config.model.dtype}, and round otherwise than the "
-            f"policy (mismatch/*); {serving}"
+            f"policy.precision.recipe={recipe}: engines compute in {config.model.dtype} and round differently from the "
+            f"policy, which mismatch/* will show; {serving}"
         )
     if wire == "fp8" and not serves:
         yield (
-            f"weights.wire=fp8: engines compute in {config.model.dtype}, and hold what FP8 has left of the policy's "
-            f"weights; {serving}, or give weights.wire=auto"
+            f"weights.wire=fp8: engines compute in {config.model.dtype}, but with weights rounded to FP8 by the weight "
+            f"sync; {serving}, or give weights.wire=auto"
         )
     if trains or serves:
         yield (
-            "FP8 counts in the memory, in the sync and in what rows are padded with; the seconds of its products are "
-            "those of bfloat16, so it looks slower than it is"
+            "the dry run counts FP8 in memory, weight sync and padding, but estimates its matrix products at the speed "
+            "of bfloat16: an FP8 run is faster than estimated"
         )

@@ -89,7 +89,7 @@ def summary(records: Sequence[Record]) -> str:
     samples = [r for r in records if r.sample != GREEDY]
     greedy = [r for r in records if r.sample == GREEDY]
     summaries = [_summary(of, kind) for of, kind in ((samples, "trajectories"), (greedy, "greedy answers")) if of]
-    return "; ".join(summaries) or "no trajectory is as asked for"
+    return "; ".join(summaries) or "no trajectory matches the options"
 
 
 def _summary(records: Sequence[Record], kind: str) -> str:

@@ -315,7 +315,7 @@ class Console:
     def _on_closed_reader(self, stream: IO[str]) -> None:
         """Handles a closed reader, as after `| head`: the run continues, and the log notes the end of printing."""
         discard_output(stream)
-        self._write_log("nobody reads what is printed; it goes to this log alone from here on")
+        self._write_log("the reader of the printed lines has closed; from here on, lines go only to this log")
 
 
 def _close(log: TextIO) -> None:

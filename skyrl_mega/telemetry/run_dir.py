@@ -77,7 +77,7 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
         if saved and not config.checkpoint.resume:
             raise UserError(
                 f"{folder} holds checkpoints up to {saved[-1].name}; give another run.name, or "
-                "checkpoint.resume=true to go on from them",
+                "checkpoint.resume=true to resume from the newest",
                 key="checkpoint.resume",
                 value="false",
             )

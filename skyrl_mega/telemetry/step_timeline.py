@@ -130,7 +130,7 @@ def loads(data: bytes) -> StepTimeline:
     except (KeyError, TypeError, ValueError) as error:
         raise Malformed(f"it is no step's timeline ({type(error).__name__}: {error})") from error
     if not timeline.engines or timeline.slots < 1 or not timeline.shown <= timeline.start < timeline.end:
-        raise Malformed("it is the timeline of no engine, of no slot, or of no time")
+        raise Malformed("it has no engine, no environment slot, or no time between start and end")
     return timeline
 
 
@@ -147,9 +147,9 @@ def _packed(counted: ConcurrencySeries, zero: float, most: int) -> list[list[flo
 def _unpacked(packed: Sequence[Sequence[float]], zero: float) -> ConcurrencySeries:
     lengths, counts, shares = ([_number(value) for value in column] for column in packed)
     if len(lengths) < 2 or min(lengths[1:]) < 1 or not len(counts) == len(shares) == len(lengths) - 1:
-        raise ValueError("a count's columns do not belong together")
+        raise ValueError("the columns of a count (lengths, counts, shares) differ in length, or a length is below 1 ms")
     if max(shares) > 1:
-        raise ValueError("a share is more than 1")
+        raise ValueError("a busy share is above 1")
     return ConcurrencySeries.from_intervals(zero + np.cumsum(lengths) / 1e3, counts, shares)
 
 

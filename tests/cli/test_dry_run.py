@@ -304,7 +304,7 @@ def test_what_engines_do_at_once_and_what_one_should_know_of_them(
 
     v = values(file, capsys, "rollout.tensor=4", f"rollout.trajectory_timeout_s={seconds / 2}", "rollout.eager=true")
     assert not any("key/value heads" in note for note in v["notes"])
-    assert any("counts the time that a trajectory waits" in note for note in v["notes"])
+    assert any("includes the wait for an engine" in note for note in v["notes"])
 
 
 def test_an_eager_engine_is_planned_slower(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

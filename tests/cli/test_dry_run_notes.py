@@ -185,8 +185,11 @@ def test_a_setting_of_the_other_head_is_told_of(file: Path) -> None:
 
 
 SERVED = "rollout.options.quantization=fp8_per_block"
-BLACKWELL, HOPPER, OTHERWISE = "multiplied by Blackwell", "multiplied by Hopper", "round otherwise than the policy"
-LEFT, SECONDS = "what FP8 has left of the policy's weights", "the seconds of its products are those of bfloat16"
+BLACKWELL, HOPPER, OTHERWISE = "needs a Blackwell GPU", "needs a Hopper GPU", "round differently from the policy"
+LEFT, SECONDS = (
+    "with weights rounded to FP8 by the weight sync",
+    "estimates its matrix products at the speed of bfloat16",
+)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +221,10 @@ def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told:
             "policy.offload_layers=1000 is all of a rank's layers, 48 at most",
         ),
         (["policy.recompute=selective", "policy.offload_layers=48"], None),
-        (["rollout.options.data_parallel_size=2", "rollout.engines=2"], "data_parallel_size=2 is planned alone: a run"),
+        (
+            ["rollout.options.data_parallel_size=2", "rollout.engines=2"],
+            "data_parallel_size=2 works only in a plan: a run",
+        ),
     ],
 )
 def test_what_does_less_than_it_says(file: Path, given: list[str], said: str | None) -> None:
@@ -232,7 +238,7 @@ def test_more_staleness_than_can_be_simulated(file: Path) -> None:
     ahead += ["algorithm.importance_cap=2", "residency.keep=null"]
     for most in (16, 17):
         notes = noted(compose(file, [*ahead, f"asynchrony.max_staleness={most}"]))
-        assert any("--simulate finds what up to 16 are worth" in note for note in notes) is (most == 17)
+        assert any("--simulate compares values up to 16" in note for note in notes) is (most == 17)
 
 
 def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None:
@@ -245,7 +251,7 @@ def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None
     assert "retriever.url = http://127.0.0.1:8000" in note and "all 16 of environment.processes" in note
     assert said("environment.retriever.url=http://10.0.0.5:8000") == []
     local, absent = said("environment.retriever.index=data/none")
-    assert "retriever.index = data/none: that service" in local and "is not here and was not checked" in absent
+    assert "retriever.index = data/none: this service" in local and "is not here and was not checked" in absent
     assert len(said("environment.retriever.index=data/none", "environment.retriever.build=--corpus x")) == 1
 
 

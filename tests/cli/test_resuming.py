@@ -152,7 +152,7 @@ def test_other_rows_under_the_same_name_are_told(folder: Path) -> None:
     checkpoints.save(3, {"step": 3, "stream": stream.state()}, {"policy": lambda to: (to / "weights").touch()})
     assert resuming.changes(given) == []
     pq.write_table(pa.table({"prompt": ["1", "3"]}), file)
-    assert resuming.changes(given) == ["the rows in data.train (the place in them is kept)"]
+    assert resuming.changes(given) == ["the rows in data.train (the position in them is kept)"]
     again = stream_of(given, 20)
     again.restore(stream.state())
     assert (again.position, again.state()["rows"]) == (8, fingerprint([file])) != (8, stream.state()["rows"])

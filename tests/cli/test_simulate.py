@@ -336,7 +336,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
         ([*SEARCH, "--simulate", "--turns", "5"], "--turns 5: allowed is at most rollout.max_turns = 4"),
         ([*SEARCH, "--simulate", "--like", ""], "--like '': allowed is the folder of a run"),
         ([*SEARCH, "--simulate", "--like", "nowhere"], "--like nowhere: there are no trajectories"),
-        ([*SEARCH, "--simulate", "--like", "nowhere", "--turns", "2"], "--turns: --like takes all of it"),
+        ([*SEARCH, "--simulate", "--like", "nowhere", "--turns", "2"], "--turns: --like takes tokens, environment"),
         ([*SEARCH, "--simulate", "--dry-run"], "--simulate --dry-run: give one of them"),
         ([*SEARCH, "--simulate", "--suggest"], "--simulate --suggest: give one of them"),
         ([*SEARCH, "--simulate", "--settings"], "--simulate --settings: give one of them"),

@@ -208,7 +208,10 @@ def test_a_column_name_does_not_steer_the_terminal(inputs: Path, tmp_path: Path)
 
 
 def test_a_run_that_could_take_no_step(inputs: Path) -> None:
-    line = "data.prompts_per_step = 1000: 20 rows in data.train, and run.epochs = 2 draws 40, so that no step"
+    line = (
+        "data.prompts_per_step = 1000: there are 20 rows in data.train, in all epochs (run.epochs = 2) 40, too few for "
+        "a single step"
+    )
     assert line in refused(inputs, "data.prompts_per_step=1000", "run.epochs=2")
     check_inputs(compose(inputs / "config.yaml", ["data.prompts_per_step=40", "run.epochs=2"]))
     check_inputs(compose(inputs / "config.yaml", ["data.prompts_per_step=1000", "run.steps=0"]))

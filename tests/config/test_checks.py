@@ -181,17 +181,17 @@ WRONG = [
     ("algorithm.loss=dppo_tv algorithm.dual_clip=3", "algorithm.loss=dppo_tv has no such bound"),
     (
         "algorithm.kl.coefficient=0.1 algorithm.kl.unbiased=true algorithm.kl.estimator=k2",
-        "algorithm.kl.estimator=k2 has not the gradient of KL; allowed is k1 or k3",
+        "algorithm.kl.estimator=k2 times π / π_old does not have the gradient of KL; allowed is k1 or k3",
     ),
     ("algorithm.advantage=maxrl algorithm.overlong.buffer=9", "its punishment makes rewards negative, which"),
-    ("algorithm.gamma=0.9", "algorithm.gamma = 0.9: algorithm.advantage=grpo does not discount with it"),
-    ("algorithm.whiten=batch_std", "algorithm.whiten = batch_std: algorithm.advantage=grpo has divided by the group's"),
+    ("algorithm.gamma=0.9", "algorithm.gamma = 0.9: algorithm.advantage=grpo does not discount, so"),
+    ("algorithm.whiten=batch_std", "algorithm.whiten = batch_std: algorithm.advantage=grpo already divides by"),
     ("algorithm.advantage=gdpo algorithm.overlong.buffer=9", "looks at each of the environment's rewards, which the"),
-    ("algorithm.kl.where=reward", "algorithm.kl.where = reward: algorithm.kl.coefficient = 0 takes nothing from it"),
-    ("algorithm.kl.target=3", "algorithm.kl.target = 3: the coefficient of the loss's term is fixed"),
+    ("algorithm.kl.where=reward", "algorithm.kl.where = reward: algorithm.kl.coefficient = 0 subtracts nothing"),
+    ("algorithm.kl.target=3", "algorithm.kl.target = 3: the coefficient of a KL term in the loss is fixed"),
     (
         "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.kl.unbiased=true",
-        "algorithm.kl.unbiased = true: it is of the loss's term",
+        "algorithm.kl.unbiased = true: it belongs to a KL term in the loss",
     ),
     (
         "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.advantage=maxrl",
@@ -311,7 +311,7 @@ WRONG = [
     ),
     (
         "residency.keep=[optimizer] policy.optimizer.streamed=true",
-        "residency.keep = [optimizer]: policy.optimizer.streamed=true has the optimizer's state in host memory",
+        "residency.keep = [optimizer]: policy.optimizer.streamed=true keeps the optimizer's state in host memory",
     ),
     ("policy.options.fp8_param=true", "use policy.precision.parameters"),
     *(
@@ -407,7 +407,8 @@ WRONG = [
     (
         "rollout.options.quantization=gptq weights.wire=fp8 rollout.options.hf_overrides.quantization_config="
         "{quant_method:fp8,activation_scheme:dynamic,weight_block_size:[128,128]}",
-        "rollout.options.quantization = gptq: rollout.options.hf_overrides.quantization_config says fp8, and vLLM ends",
+        "rollout.options.quantization = gptq: rollout.options.hf_overrides.quantization_config says fp8, and vLLM "
+        "fails",
     ),
     (
         "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",

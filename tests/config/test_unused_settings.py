@@ -82,7 +82,10 @@ def composed(*settings: str) -> Config:
 
 
 REFUSED = [
-    ("algorithm.rejection.low=0.9", "algorithm.rejection.low = 0.9: algorithm.rejection.level=off rejects by no"),
+    (
+        "algorithm.rejection.low=0.9",
+        "algorithm.rejection.low = 0.9: it has no effect with algorithm.rejection.level=off",
+    ),
     ("algorithm.rejection.high=5", "give algorithm.rejection.level=token, sequence or geometric, or algorithm.rej"),
     (
         "algorithm.kl.horizon=9",
@@ -138,7 +141,7 @@ TOLD = [
     (
         "algorithm.loss=cispo algorithm.clip_high=4",
         "algorithm.clip_high = 4.0: algorithm.loss=cispo reads algorithm.cispo.clip_low and algorithm.cispo.clip_high, "
-        "and not this; give algorithm.loss=ppo, or algorithm.clip_high=0.2",
+        "and ignores this; give algorithm.loss=ppo, or algorithm.clip_high=0.2",
     ),
     (
         "algorithm.loss=kl_cov algorithm.clip_low=0.1",

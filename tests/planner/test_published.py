@@ -135,5 +135,5 @@ def test_its_dry_run(
     monkeypatch.chdir(tmp_path)
     assert main(["--config", str(RECIPE), *overrides(*CASES[name]), "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("it fits 32 nodes") and "is planned alone" in output
+    assert output.startswith("it fits 32 nodes") and "works only in a plan" in output
     assert "each worker keeps the whole KV cache" in output

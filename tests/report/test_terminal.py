@@ -168,7 +168,7 @@ def test_text_shows_some_and_says_how_to_see_more(tmp_path: Path, capsys: pytest
     assert command.main(["trajectories", str(run), "--limit", "2"]) == 0
     assert capsys.readouterr().out.count("policy 1") == 2
     assert command.main(["trajectories", str(run), "--search", "nobody said this"]) == 0
-    assert capsys.readouterr().out == "no trajectory is as asked for\n"
+    assert capsys.readouterr().out == "no trajectory matches the options\n"
 
 
 def test_several_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

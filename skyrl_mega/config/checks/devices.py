@@ -41,19 +41,19 @@ def check_residency(c: Config) -> Refusals:
         why = f"algorithm.advantage={c.algorithm.advantage} has no critic"
         yield "residency.keep", why, "leave critic out, or give algorithm.advantage=gae"
     if c.policy.optimizer.streamed and "optimizer" in keep:
-        why = "policy.optimizer.streamed=true has the optimizer's state in host memory in every phase"
+        why = "policy.optimizer.streamed=true keeps the optimizer's state in host memory in every phase"
         yield "residency.keep", why, "leave optimizer out, or give policy.optimizer.streamed=false"
     dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
     for name, why in INCOMPATIBLE_ARGUMENTS.items() if dropped else ():
         if c.rollout.options.get(name):
             why = f"{why}, so an engine with it cannot drop {' and '.join(dropped)}"
-            fix = "leave it out, or let residency.keep have engine_weights and kv_cache"
+            fix = "leave it out, or add engine_weights and kv_cache to residency.keep"
             yield f"rollout.options.{name}", why, fix, ""
     buffers = ("parameters", "gradients", *CRITIC[:critic])
     moved = [part for part in buffers if part not in kept(c.residency.keep)]
     if moved and c.policy.ddp_options.get("nccl_ub"):
         why = f"NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave the device"
-        yield "policy.ddp_options.nccl_ub", why, f"leave it out, or let residency.keep have {', '.join(buffers)}", ""
+        yield "policy.ddp_options.nccl_ub", why, f"leave it out, or add {', '.join(buffers)} to residency.keep", ""
 
 
 @raising
@@ -109,8 +109,8 @@ def check_enough(c: Config, prompts: int, what: str) -> Refusals:
     if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
         yield (
             "data.prompts_per_step",
-            f"{prompts} {what}, and run.epochs = {c.run.epochs} draws {prompts * c.run.epochs}, so that no step could "
-            "be taken; give at most that, or more epochs",
+            f"there are {prompts} {what}, in all epochs (run.epochs = {c.run.epochs}) {prompts * c.run.epochs}, too "
+            "few for a single step; give at most that number, more epochs or more data",
         )
 
 

@@ -80,8 +80,8 @@ def check_rollout(c: Config) -> Refusals:
     if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
         yield (
             "environment.retriever.timeout_s",
-            f"allowed is less than rollout.env_timeout_s = {r.env_timeout_s:g}, so that a search that fails is told to "
-            "the policy",
+            f"allowed is less than rollout.env_timeout_s = {r.env_timeout_s:g}, so that the policy learns of a failed "
+            "search before the environment's step times out",
         )
     if (c.evaluation.max_tokens or 0) > response:
         yield (
@@ -139,7 +139,7 @@ def check_engines(c: Config, planned: bool = False) -> Refusals:
         planned: True if nothing will be started: data-parallel replicas are then accepted.
     """
     if engine_data(c.rollout) > 1 and not planned:
-        why = "not yet available in a run; --dry-run and python -m skyrl_mega.weights plan know it; give 1"
+        why = "not yet available in a run, only in --dry-run and python -m skyrl_mega.weights plan; give 1"
         yield "rollout.options.data_parallel_size", why
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
         why = "vLLM has no expert parallelism on a CPU"
@@ -176,7 +176,7 @@ def _checkpoint_refusals(c: Config, kind: Any, quantization: Any) -> Refusals:
             f"give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {ONLINE_SETTING}",
         )
     if kind not in (None, CHECKPOINT["quant_method"]):
-        why = f"{key} says fp8, and vLLM ends where they differ"
+        why = f"{key} says fp8, and vLLM fails to start if the two differ"
         yield "rollout.options.quantization", why, "leave one of them out"
     if c.weights.wire != "fp8":
         yield (

@@ -36,7 +36,7 @@ def check_samples(c: Config) -> Refusals:
         for name in ("path", "layout", "ranks"):
             if getattr(c.reference, name) is not None:
                 why = f"reference.{name} is set: it needs algorithm.kl.coefficient above 0"
-                yield "", why, "set that, or null"
+                yield "", why, f"give a coefficient above 0, or reference.{name}=null"
     elif c.warmup.steps and c.reference.path is None:
         yield (
             "algorithm.kl.coefficient",
@@ -128,7 +128,7 @@ def check_asynchrony(c: Config) -> Refusals:
     if staleness and not corrected:
         yield (
             "asynchrony.max_staleness",
-            "tokens of older weights would be trained on as the policy's own; give a correction, such as "
+            "the loss would treat tokens of older weights as the present policy's own; give a correction, such as "
             f"{CORRECTION}, algorithm.old_logprobs=engine or algorithm.rejection.level=token, or "
             "asynchrony.max_staleness=0",
         )

@@ -16,7 +16,7 @@ def check_replay(c: Config) -> Refusals:
     replay, options = c.policy.moe.replay, c.policy.options
     if replay == "off":
         return
-    alone = f"a MoE part that is recomputed alone has lost its micro-batch's routes (policy.moe.replay={replay})"
+    alone = f"a MoE part recomputed by itself cannot replay its micro-batch's routes (policy.moe.replay={replay})"
     full = "policy.recompute=full, which recomputes whole layers"
     if options.get("moe_router_fusion"):
         why = f"a fused router chooses by itself, and policy.moe.replay={replay} tells it what to choose"

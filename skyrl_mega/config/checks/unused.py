@@ -67,7 +67,7 @@ def _rejected(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
     if a.rejection.level == "off":
         for name in ("low", "high"):
             fix = "algorithm.rejection.level=token, sequence or geometric"
-            yield f"rejection.{name}", "algorithm.rejection.level=off rejects by no such ratio", fix
+            yield f"rejection.{name}", "it has no effect with algorithm.rejection.level=off", fix
     if a.kl.target is None:
         yield "kl.horizon", "the coefficient has no target to adapt to", "algorithm.kl.target"
     if a.entropy.target is None:
@@ -121,4 +121,4 @@ def _read_by_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
     for name, other in sorted(others.items()):
         if name not in read_here:
             read_text = " and ".join(f"algorithm.{name}" for name in read_here)
-            yield name, f"algorithm.loss={loss} reads {read_text}, and not this", f"algorithm.loss={other}"
+            yield name, f"algorithm.loss={loss} reads {read_text}, and ignores this", f"algorithm.loss={other}"

@@ -62,15 +62,16 @@ class KlConfig:
         """Yields refusals of KL settings without effect for the given `where`, or with a wrong gradient."""
         if self.where == "loss" and self.target is not None:
             fix = "give algorithm.kl.where=reward, or algorithm.kl.target=null"
-            yield "algorithm.kl.target", "the coefficient of the loss's term is fixed", fix
+            yield "algorithm.kl.target", "the coefficient of a KL term in the loss is fixed", fix
         if self.where == "reward" and not self.coefficient:
             yield (
                 "algorithm.kl.where",
-                "algorithm.kl.coefficient = 0 takes nothing from it; give a number above 0, or algorithm.kl.where=loss",
+                "algorithm.kl.coefficient = 0 subtracts nothing from the reward; give a number above 0, or "
+                "algorithm.kl.where=loss",
             )
         for name, default, given in (("unbiased", "false", self.unbiased), ("mean", "loss", self.mean != "loss")):
             if self.where == "reward" and given:
-                why = "it is of the loss's term, and algorithm.kl.where=reward has none"
+                why = "it belongs to a KL term in the loss, and algorithm.kl.where=reward has none"
                 yield f"algorithm.kl.{name}", why, f"give algorithm.kl.{name}={default}, or algorithm.kl.where=loss"
         if self.unbiased and not self.coefficient:
             yield (
@@ -80,8 +81,8 @@ class KlConfig:
         if self.unbiased and self.estimator not in ("k1", "k3"):
             yield (
                 "algorithm.kl.unbiased",
-                f"times π / π_old, algorithm.kl.estimator={self.estimator} has not the gradient of KL; allowed is k1 "
-                "or k3",
+                f"algorithm.kl.estimator={self.estimator} times π / π_old does not have the gradient of KL; allowed is "
+                "k1 or k3",
             )
 
 
@@ -239,15 +240,15 @@ class AlgorithmConfig:
         if self.gamma < 1 and not traits.discounts:
             discounting = " or ".join(name for name, each in ESTIMATORS.items() if each.discounts)
             fix = f"give algorithm.gamma=1, or algorithm.advantage={discounting}"
-            yield "algorithm.gamma", f"{name} does not discount with it", fix
+            yield "algorithm.gamma", f"{name} does not discount, so it has no effect", fix
         if self.whiten == "batch_std" and self.normalize and traits.normalizes:
             fix = "give algorithm.normalize=false, or algorithm.whiten=none"
-            yield "algorithm.whiten", f"{name} has divided by the group's standard deviation", fix
+            yield "algorithm.whiten", f"{name} already divides by the group's standard deviation", fix
         if self.whiten == "batch_std" and traits.critic:
             yield (
                 "algorithm.whiten",
-                "the deviation of the step's rewards is no scale of what a critic did not expect, and is 0 where all "
-                "earn the same",
+                "the standard deviation of the step's rewards is no scale for advantages from a critic, and is 0 if "
+                "all rewards are equal",
                 "give algorithm.whiten=batch, or none",
             )
         if traits.against_overlong and self.overlong.buffer and self.overlong.penalty:

@@ -35,7 +35,10 @@ class EntropyConfig:
         """Yields refusals of `top_share` 0, and of bounds or a step size with which the coefficient cannot adapt."""
         key = "algorithm.entropy"
         if self.top_share == 0:
-            yield f"{key}.top_share", "no token would be learned from; allowed is more, to 1, which takes all"
+            yield (
+                f"{key}.top_share",
+                "no token would be learned from; allowed is a number above 0, up to 1 (all tokens)",
+            )
         if self.target is None:
             return
         if self.step == 0:

@@ -95,7 +95,7 @@ class LivePage:
         self.last_viewer = time.monotonic()
         place = self.places.get(scope["path"])
         if place is None:
-            return await _reply(send, 404, b"there is nothing; the page is /\n")
+            return await _reply(send, 404, b"no such path; the page is at /\n")
         return await place(send, headers)
 
     @property

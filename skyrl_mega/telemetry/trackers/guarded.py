@@ -48,7 +48,7 @@ class Guarded:
         if self._calls.qsize() < MAX_QUEUED:
             self._calls.put((method, arguments))
         elif not self._off:
-            self._turn_off(f"{MAX_QUEUED} calls wait for it")
+            self._turn_off(f"{MAX_QUEUED} calls are waiting, as it hangs or takes longer than a step")
 
     def close(self, failed: bool = False) -> None:
         """Finishes queued calls, closes the tracker and waits at most `CLOSE_S` seconds; then abandons the tracker.

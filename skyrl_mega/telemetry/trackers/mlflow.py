@@ -140,7 +140,7 @@ class MlflowTracker:
         except Exception as error:  # each storage raises different errors
             if not self._failure_reported:
                 self._failure_reported = True
-                return f"cannot store {file}: {one_line(error)}; metrics go on, and so does the attempt to store files"
+                return f"cannot store {file}: {one_line(error)}; metrics are still logged, and later files still tried"
         return None
 
     def _create(self, config: Mapping[str, Any], uri: str) -> str:
