@@ -137,8 +137,8 @@ def _on_offload(config: Config, decoder: Decoder, parallel: ParallelDims) -> Ite
     keep = config.residency.keep
     if config.cluster.shared and keep is None:
         yield (
-            "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; residency.keep=[] has "
-            "them take turns"
+            "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; with residency.keep=[] "
+            "each is offloaded while the other works"
         )
     for offload in needless_offloads(config, decoder, parallel):
         phrase = "have GPUs of their" if len(offload.owners) > 1 or "engines" in offload.owners else "has GPUs of its"

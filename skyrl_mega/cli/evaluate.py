@@ -205,7 +205,7 @@ def _sample_missing(
     existing = total - len(missing)
     console.say(
         f"{len(sets)} set{'s' if len(sets) > 1 else ''}, {total} sample{'s' if total > 1 else ''}; "
-        f"{existing} {'is' if existing == 1 else 'are'} there already"
+        f"{existing} {'is' if existing == 1 else 'are'} already answered"
     )
     if not missing:
         return

@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> None:
 
         return foreground.serve_until_interrupted(args.runs[0], args.host, args.serve)
     if args.host != LOOPBACK:
-        raise UserError("it is for --serve", key="--host")
+        raise UserError("it has an effect only with --serve; give --serve PORT, or leave it out", key="--host")
 
     from skyrl_mega.report import header, incidents, overview, run_data
 

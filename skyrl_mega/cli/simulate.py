@@ -42,7 +42,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     check_topology(config)
     if on_cpu(config):
         raise UserError(
-            "rates are known of GPUs alone (cluster.rates)",
+            "--simulate knows the rates of GPUs only (cluster.rates)",
             key="cluster.device",
             value="cpu",
             fix="give cluster.device=cuda with the GPUs of cluster.nodes and cluster.gpus_per_node",

@@ -156,7 +156,7 @@ def _misfit_text(report: Report) -> str:
     if given and given.gpus == search.gpus:
         return f"{message}, except the settings as they are: {given.seconds:,.1f} s a step"
     if search.host_problem:
-        return f"{message}: some fit its GPUs and none its hosts; {search.host_problem}; {enough}"
+        return f"{message}: some fit the GPUs, but none the host memory; {search.host_problem}; {enough}"
     if nearest and nearest.missing_bytes <= 0:
         return f"{message}: policy and engines would, but not the critic (critic.ranks, critic.layout); {enough}"
     if nearest:

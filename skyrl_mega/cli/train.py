@@ -113,7 +113,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(config, args)
     if args.settings:
-        raise UserError("it is for --dry-run; a run writes its settings to config.yaml", key="--settings")
+        raise UserError(
+            "it has an effect only with --dry-run; a run writes its settings to config.yaml", key="--settings"
+        )
 
     from skyrl_mega.cli import estimate, inputs, refusal, resuming
 
@@ -174,7 +176,7 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     for name in () if args.simulate or args.dry_run else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:
-            raise UserError("it is for --simulate and --dry-run", key=f"--{name}")
+            raise UserError("it has an effect only with --simulate or --dry-run; give one of them", key=f"--{name}")
 
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:

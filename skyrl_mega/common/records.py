@@ -109,5 +109,5 @@ def _row(file: Path, index: int, line: bytes) -> Any:
     except safe_read.Malformed as error:
         form = file.suffix or "JSON lines"
         raise UserError(
-            f"it cannot be read as {form}: {error}", key=f"{file}, row {index}", fix="write it again"
+            f"it cannot be read as {form}: {error}", key=f"{file}, row {index}", fix="correct this row"
         ) from error

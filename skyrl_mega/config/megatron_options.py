@@ -177,7 +177,7 @@ def _check_recompute(policy: PolicyConfig) -> None:
     for name, needed in _REQUIRED_GRANULARITY.items():
         if options.get(name) is not None and kind != needed:
             raise UserError(
-                f"megatron-core reads it with recompute_granularity={needed} alone",
+                f"megatron-core uses it only with recompute_granularity={needed}",
                 key=f"policy.options.{name}",
                 value=shown(options[name]),
                 fix=f"give policy.options.recompute_granularity={needed} beside it, or leave it out",
@@ -186,7 +186,7 @@ def _check_recompute(policy: PolicyConfig) -> None:
         return
     if method in (None, "uniform") and layers in (None, 1):
         raise UserError(
-            "policy.recompute=none would be planned",
+            "the dry run would plan policy.recompute=none instead",
             key="policy.options.recompute_granularity",
             value="full",
             fix="give policy.recompute=full and leave out the options recompute_*, or "

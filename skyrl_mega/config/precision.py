@@ -102,12 +102,12 @@ def _parameter_refusals(c: Config) -> Refusals:
     if recipe != "fp8_blockwise":
         yield (
             key,
-            "only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and policy.precision.recipe "
-            f"is {recipe}",
+            "only numbers of recipe fp8_blockwise can be stored, gathered and sent as they are, and "
+            f"policy.precision.recipe is {recipe}",
             f"give policy.precision.recipe=fp8_blockwise, with weights.wire=fp8, or {key}=model",
         )
     if c.cluster.device == "cpu":
-        why = "these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them"
+        why = "it needs Transformer Engine's tensors, and a CPU only rounds weights in each product"
         yield key, why, f"give {key}=model, which computes the same"
     if c.weights.wire != "fp8":
         why = f"engines get the weights in the policy's format, and weights.wire is {c.weights.wire}, not fp8"
@@ -116,8 +116,8 @@ def _parameter_refusals(c: Config) -> Refusals:
         if optimizer.streamed:
             yield (
                 key,
-                f"master weights are rounded into them on the GPU, and {name}.optimizer.streamed has only a piece of "
-                "them there",
+                f"FP8 parameters are rounded from master weights on the GPU, and {name}.optimizer.streamed has only a "
+                "piece of these there",
                 f"give {name}.optimizer.streamed=false, or {key}=model",
             )
 
@@ -160,7 +160,7 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
         if getattr(precision, name) > limit:
             raise UserError(
                 f"megatron-core takes at most the layers of a pipeline stage, {layers} // "
-                f"{pipeline} = {limit}, and one layer is to be left; give at most "
+                f"{pipeline} = {limit}, and one layer must remain in FP8; give at most "
                 f"{min(limit, layers - 1)}",
                 key=f"policy.precision.{name}",
                 value=getattr(precision, name),

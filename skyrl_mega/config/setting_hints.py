@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # Texts of hints. Each follows a setting unknown here, and names the setting to use instead.
-_STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
-_GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
-_FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current or mxfp8 multiplies FP8, and model does not"
-_SERVED = "rollout.options.quantization=fp8_per_block has engines serve FP8 (docs/precision.md)"
-_AGAIN = "policy.recompute=selective, moe or full computes activations once more (docs/speed.md)"
-_AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
+_STEPS = "telemetry.profile.steps lists the steps to record; without it, none is recorded"
+_GATHERED = "policy.precision.parameters=fp8 stores and gathers weights in FP8 (docs/precision.md)"
+_FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current or mxfp8 trains in FP8, and model does not"
+_SERVED = "rollout.options.quantization=fp8_per_block makes engines compute in FP8 (docs/precision.md)"
+_AGAIN = "policy.recompute=selective, moe or full recomputes activations to save memory (docs/speed.md)"
+_AHEAD = "asynchrony.mode=one_step or full lets engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
-_CONTEXT = "policy.layout.context cuts sequences over ranks, and policy.layout.tensor what lies between matrices too"
+_CONTEXT = (
+    "policy.layout.context splits sequences over ranks, and policy.layout.tensor above 1 includes sequence parallelism"
+)
 
 _NODES = "cluster.nodes is the number of nodes, and cluster.gpus_per_node that of one node's GPUs"
 
@@ -25,11 +27,11 @@ _LAYOUT_NAMES = {
     "expert_tensor": ("etp", "expert_tensor_parallel_size"),
 }
 """Sizes of `policy.layout` → other common names for each size."""
-_DATA = "data parallelism is what remains of policy.ranks / (tensor · pipeline · context) of policy.layout"
+_DATA = "the data parallel size follows: policy.ranks / (tensor · pipeline · context) of policy.layout"
 
-_OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (docs/speed.md)"
+_OFFLOAD = "policy.offload_layers=N keeps the activations of N layers in host memory (docs/speed.md)"
 
-_HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
+_HOST = "policy.optimizer.streamed=true keeps the optimizer's state in host memory (docs/residency.md)"
 
 _TIMES = (
     "rollout.env_timeout_s bounds one step of an environment, and rollout.trajectory_timeout_s a whole trajectory "
@@ -91,7 +93,7 @@ HINTS: Mapping[str, str] = {
     **{f"policy.layout.{name}": _CONTEXT for name in ("cp", "ulysses", "sequence", "sequence_parallel")},
     **{f"policy.{name}": _CONTEXT for name in ("context_parallel_size", "sequence_parallel_size", "ulysses")},
     **{
-        f"{group}.{name}": f"{group if '.' in group else 'policy.layout'}.{size} is that size"
+        f"{group}.{name}": f"{group if '.' in group else 'policy.layout'}.{size} is the setting of this size"
         for group in ("policy", "policy.layout", "critic.layout", "reference.layout")
         for size, names in _LAYOUT_NAMES.items()
         for name in names
@@ -111,7 +113,7 @@ HINTS: Mapping[str, str] = {
     },
     **{f"environment.{name}": _TIMES for name in ("env_timeout_s", "step_timeout_s", "trajectory_timeout_s")},
     "policy.offload_optimizer": _HOST,
-    "residency.offload_optimizer": "residency.keep without optimizer has its state in host memory while engines work",
-    "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
-    "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
+    "residency.offload_optimizer": "residency.keep without optimizer keeps its state in host memory while engines work",
+    "residency.enabled": "residency.keep lists the parts that stay on the GPU: [] offloads all in turn, null none",
+    "residency.offload": "residency.keep lists the parts that stay on the GPU: [] offloads all in turn, null none",
 }

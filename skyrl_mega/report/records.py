@@ -269,7 +269,9 @@ def statuses(words: Sequence[str]) -> frozenset[str]:
     every = [status.value for status in Status]
     for word in words:
         if not any(status.startswith(word) for status in every):
-            raise UserError(f"allowed: {', '.join(every)}, or how some of them begin", key="--status", value=word)
+            raise UserError(
+                f"allowed: {', '.join(every)}, or the first letters of some of them", key="--status", value=word
+            )
     return frozenset(status for status in every if any(status.startswith(word) for word in words))
 
 

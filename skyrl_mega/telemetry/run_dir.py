@@ -83,7 +83,7 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
             )
         _refuse_user_settings(folder, config)
         if not saved and (aside := _set_aside(folder)):
-            say(f"note: {folder} has results and no checkpoint to resume from; they are in {aside} now")
+            say(f"note: {folder} has results and no checkpoint to resume from; the results are moved to {aside}")
         _write_config(folder, config)
         yield folder
 
@@ -199,7 +199,7 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
         except BlockingIOError as error:
             lock.seek(0)
             raise UserError(
-                f"another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}", key=key, fix=fix
+                f"another run (process {lock.read().strip() or 'unknown'}) is using {folder}", key=key, fix=fix
             ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

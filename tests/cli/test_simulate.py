@@ -328,7 +328,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*SEARCH, "--tokens", "5,1"], "--tokens: it is for --simulate and --dry-run"),
+        ([*SEARCH, "--tokens", "5,1"], "--tokens: it has an effect only with --simulate or --dry-run"),
         ([*SEARCH, "--simulate", "--tokens", "0"], "with a MEAN of 1 to 4596 (rollout.max_response_tokens) and a"),
         ([*SEARCH, "--simulate", "--environment", "61"], "--environment 61: allowed is MEAN,SIGMA with a MEAN of 0"),
         ([*SEARCH, "--simulate", "--turns", "0"], "--turns 0: allowed"),

@@ -179,7 +179,7 @@ def test_layers_go_to_host_memory_where_sequences_are_long(
     ("given", "line"),
     [
         (FP8, "weights.wire is auto"),
-        (["policy.precision.recipe=fp8_current", *FP8[1:], "weights.wire=fp8"], "only what fp8_blockwise multiplies"),
+        (["policy.precision.recipe=fp8_current", *FP8[1:], "weights.wire=fp8"], "only numbers of recipe fp8_blockwise"),
         (["critic.optimizer.streamed=true"], "algorithm.advantage=grpo has no critic"),
     ],
 )
@@ -251,7 +251,7 @@ def test_nothing_takes_turns_on_gpus_of_its_own(
         (
             ["cluster.host_memory_gib=50"],
             "32",
-            r"none its hosts; cluster.host_memory_gib = 50: node 0 needs about .*; give more of cluster.host",
+            r"none the host memory; cluster.host_memory_gib = 50: node 0 needs about .*; give more of cluster.host",
         ),
     ],
     ids=["shared", "apart", "hosts"],

@@ -256,7 +256,7 @@ WRONG = [
     ),
     (
         "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.advantage=remax",
-        "algorithm.advantage=remax has a baseline that no KL is taken from",
+        "algorithm.advantage=remax has a baseline without the KL penalty",
     ),
     ("algorithm.overlong.filter_by=tokens", "algorithm.overlong.filter_by = tokens: nothing is filtered"),
     ("algorithm.overlong.buffer=2000", "algorithm.overlong.buffer = 2000: allowed is at most the 1024 tokens"),
@@ -281,10 +281,10 @@ WRONG = [
         "policy.recompute=full policy.options.recompute_granularity=selective",
         "policy.options.recompute_granularity: policy.recompute=full decides it; give policy.recompute=none beside it",
     ),
-    ("policy.fusions=[rope,rope] policy.spec=te", "policy.fusions = [rope, rope]: rope is there twice; give it once"),
+    ("policy.fusions=[rope,rope] policy.spec=te", "policy.fusions = [rope, rope]: rope is listed twice; give it once"),
     (
         "residency.keep=[kv_cache,kv_cache]",
-        "residency.keep = [kv_cache, kv_cache]: kv_cache is there twice; give it once",
+        "residency.keep = [kv_cache, kv_cache]: kv_cache is listed twice; give it once",
     ),
     ("residency.keep=[critic]", "residency.keep = [critic]: algorithm.advantage=grpo has no critic; leave critic out"),
     ("policy.head=fused policy.logit_chunk=512", "policy.logit_chunk = 512: policy.head=fused has no logits in memory"),
@@ -322,16 +322,16 @@ WRONG = [
         for options, said in (
             (
                 "recompute_modules:[moe]",
-                "recompute_modules = [moe]: megatron-core reads it with recompute_granularity=sel",
+                "recompute_modules = [moe]: megatron-core uses it only with recompute_granularity=sel",
             ),
-            ("recompute_modules:[moe],recompute_granularity:full", "recompute_modules = [moe]: megatron-core reads it"),
+            ("recompute_modules:[moe],recompute_granularity:full", "recompute_modules = [moe]: megatron-core uses it"),
             (
                 "recompute_num_layers:1,recompute_granularity:selective",
-                "recompute_num_layers = 1: megatron-core reads it",
+                "recompute_num_layers = 1: megatron-core uses it",
             ),
             (
                 "recompute_method:block",
-                "recompute_method = block: megatron-core reads it with recompute_granularity=full",
+                "recompute_method = block: megatron-core uses it only with recompute_granularity=full",
             ),
             (
                 "recompute_granularity:full,recompute_method:block",
@@ -345,7 +345,7 @@ WRONG = [
     ),
     (
         "policy.options.recompute_granularity=full",
-        "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give policy.recompute=",
+        "policy.options.recompute_granularity = full: the dry run would plan policy.recompute=none instead",
     ),
     (
         "policy.ddp_options.overlap_grad_reduce=true",
@@ -376,24 +376,24 @@ WRONG = [
     (
         "rollout.options.hf_overrides.quantization_config={quant_method:fp8,activation_scheme:dynamic,"
         "weight_block_size:[128,128]}",
-        "weights.wire = auto: allowed is fp8 where rollout.options.hf_overrides.quantization_config makes engines",
+        "weights.wire = auto: allowed is fp8, as rollout.options.hf_overrides.quantization_config makes engines",
     ),
     (
         "rollout.options.quantization=fp8_per_tensor",
-        "rollout.options.quantization = fp8_per_tensor: a weight sync brings blocks with a scale each, and no other",
+        "rollout.options.quantization = fp8_per_tensor: a weight sync can update only blocks of FP8 with a scale each",
     ),
     (
         "rollout.options.quantization=online",
-        "rollout.options.quantization = online: a weight sync brings blocks with a scale each, and no other",
+        "rollout.options.quantization = online: a weight sync can update only blocks of FP8 with a scale each",
     ),
     (
         "rollout.options.quantization=fp8_per_block rollout.options.quantization_config.moe=int8_per_channel_static",
-        "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them",
+        "rollout.options.quantization_config: vLLM would quantise layers in another format than a weight sync sends",
     ),
     *(
         (
             f"rollout.options.hf_overrides.quantization_config={{{config}}} weights.wire=fp8",
-            f"rollout.options.hf_overrides.quantization_config = {said}: a weight sync brings FP8 numbers with a scale",
+            f"rollout.options.hf_overrides.quantization_config = {said}: a weight sync sends quantised weights only",
         )
         for config, said in (
             ("quant_method:gptq,bits:4", "{bits: 4, quant_method: gptq}"),
@@ -412,7 +412,7 @@ WRONG = [
     ),
     (
         "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",
-        "rollout.options.quantization = int8_per_channel_weight_only: a weight sync brings blocks",
+        "rollout.options.quantization = int8_per_channel_weight_only: a weight sync can update only",
     ),
     (
         "cluster.device=cuda cluster.shared=true algorithm.advantage=gae rollout.engines=8",

@@ -109,7 +109,7 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("telemetry.profile.enabled=true", "is not known here; telemetry.profile.steps lists the steps"),
         (
             "policy.precision.param_gather=true",
-            "is not known here; policy.precision.parameters=fp8 keeps weights in FP8",
+            "is not known here; policy.precision.parameters=fp8 stores and gathers",
         ),
         (
             "policy.megatron_cfg.fp8_cfg.enabled=true",

@@ -42,15 +42,18 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
         ("policy.precision.first_layers=1", "policy.precision.first_layers = 1: with policy.precision.recipe=model"),
         (f"{R}=fp8_current model.dtype=float32 {GPU}", "model.dtype = float32: allowed is bfloat16 where"),
         (f"{R}=fp8_current policy.spec=local model.dtype=bfloat16 {GPU}", f"{R} = fp8_current: with policy.spec=local"),
-        (f"{R}=fp8_current {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: only what fp8_blockwise multiplies"),
-        (f"{R}=fp8_blockwise {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: these are Transformer Engine's"),
+        (
+            f"{R}=fp8_current {KEPT} weights.wire=fp8",
+            f"{KEPT.replace('=', ' = ')}: only numbers of recipe fp8_blockwise",
+        ),
+        (f"{R}=fp8_blockwise {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: it needs Transformer Engine's"),
         (
             f"{R}=fp8_blockwise {KEPT} model.dtype=bfloat16 {GPU}",
             f"{KEPT.replace('=', ' = ')}: engines get the weights",
         ),
         (
             f"{R}=fp8_blockwise {KEPT} weights.wire=fp8 policy.optimizer.streamed=true model.dtype=bfloat16 {GPU}",
-            f"{KEPT.replace('=', ' = ')}: master weights are rounded into them on the GPU, and policy.optimizer",
+            f"{KEPT.replace('=', ' = ')}: FP8 parameters are rounded from master weights on the GPU, and",
         ),
         ("policy.options.fp8=hybrid", "policy.options.fp8: the run decides it; use policy.precision"),
         ("policy.options.fp8_recipe=blockwise", "policy.options.fp8_recipe: the run decides it; use policy.precision"),
@@ -140,7 +143,7 @@ def test_more_layers_than_a_stage_has_are_refused() -> None:
     widths("mxfp8", {}, first=2, pipeline=2)
     with pytest.raises(
         UserError,
-        match=r"^policy\.precision\.first_layers = 3: .* 4 // 2 = 2, and one layer is to be left; give at most 2",
+        match=r"^policy\.precision\.first_layers = 3: .* 4 // 2 = 2, and one layer must remain in FP8; give at most 2",
     ):
         widths("mxfp8", {}, first=3, pipeline=2)
     with pytest.raises(

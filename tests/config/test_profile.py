@@ -32,7 +32,7 @@ def test_ranks_without_a_step_are_refused() -> None:
         ("steps=[1.5]", "telemetry.profile.steps = [1.5]: allowed is a list of whole numbers"),
         ("steps=[first]", "telemetry.profile.steps = [first]: allowed is a list of whole numbers"),
         ("steps=3", "telemetry.profile.steps = 3: allowed is a list of whole numbers"),
-        ("steps=[2,2]", "2 is there twice; give it once"),
+        ("steps=[2,2]", "2 is listed twice; give it once"),
         ("steps=[101]", "there is no step 101; allowed are 1 to 100 (run.steps)"),
         ("ranks=[-1]", "telemetry.profile.ranks = [-1]: allowed is a list of whole numbers, each of at least 0"),
         ("ranks=[2]", "there is no policy rank 2; allowed are 0 to 1 (policy.ranks)"),

@@ -34,7 +34,7 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
     ("arguments", "line"),
     [
         ("policy.moe.replay=engine", "policy.moe.replay = engine: allowed is one of off, rollout, policy"),
-        ("policy.moe.replay=policy", "policy.moe.replay = policy: a step has one mini-batch"),
+        ("policy.moe.replay=policy", "policy.moe.replay = policy: with one mini-batch a step"),
         (
             "policy.moe.replay=policy data.mini_batch_prompts=16 algorithm.old_logprobs=engine",
             "policy.moe.replay = policy: with algorithm.old_logprobs=engine no pass",

@@ -209,7 +209,7 @@ def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path
     fake.delay = lambda number: 0.0
     code, out, _ = run(command(fake, data, output))
     assert code == 0
-    assert f"{42 * SAMPLES} samples; 50 are there already" in out
+    assert f"{42 * SAMPLES} samples; 50 are already answered" in out
     assert len(fake.bodies) == 42 * SAMPLES - 50
     saved_seeds = {seed_of(k) for k in kept}
     assert saved_seeds < set(every)

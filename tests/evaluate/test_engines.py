@@ -130,7 +130,7 @@ def resumed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = lines(output)
     assert 20 <= len(kept) < PROMPTS * SAMPLES, "the kill came in time"
 
-    assert f"{len(kept)} are there already" in finish(engines(inputs, output, concurrency=8))
+    assert f"{len(kept)} are already answered" in finish(engines(inputs, output, concurrency=8))
     assert lines(output)[: len(kept)] == kept
     assert left_over(output) == []
     return output

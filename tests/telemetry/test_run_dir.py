@@ -47,7 +47,7 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_nothing_locked(tmp_path
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with (
-            pytest.raises(UserError, match=rf"run.name = r: another run \(process {holder.pid}\) is at work"),
+            pytest.raises(UserError, match=rf"run.name = r: another run \(process {holder.pid}\) is using"),
             run_folder(config(tmp_path)),
         ):
             pass

@@ -152,7 +152,7 @@ def check_wire(c: Config) -> Refusals:
     options, key = c.rollout.options, "rollout.options.quantization"
     kind = options.get("quantization")
     if options.get("quantization_config"):
-        why = "vLLM would quantise layers otherwise than a weight sync brings them"
+        why = "vLLM would quantise layers in another format than a weight sync sends"
         fix = f"leave it out, and give {ONLINE_SETTING} for engines that quantise what arrives (docs/weight-sync.md)"
         yield f"{key}_config", why, fix, ""
     if fp8_parameters(c.rollout):
@@ -160,7 +160,7 @@ def check_wire(c: Config) -> Refusals:
     elif kind not in (None, ONLINE_FP8):
         yield (
             key,
-            f"a weight sync brings blocks with a scale each, and no other quantised weights; allowed is {ONLINE_FP8} "
+            f"a weight sync can update only blocks of FP8 with a scale each; allowed is {ONLINE_FP8} "
             "(docs/weight-sync.md), or leave it out",
         )
 
@@ -172,7 +172,7 @@ def _checkpoint_refusals(c: Config, kind: Any, quantization: Any) -> Refusals:
     if not isinstance(quantization, dict) or any(quantization.get(name) != value for name, value in CHECKPOINT.items()):
         yield (
             key,
-            "a weight sync brings FP8 numbers with a scale for each block of 128 × 128, and no other quantised weights",
+            "a weight sync sends quantised weights only as FP8 numbers with a scale for each block of 128 × 128",
             f"give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {ONLINE_SETTING}",
         )
     if kind not in (None, CHECKPOINT["quant_method"]):
@@ -181,6 +181,6 @@ def _checkpoint_refusals(c: Config, kind: Any, quantization: Any) -> Refusals:
     if c.weights.wire != "fp8":
         yield (
             "weights.wire",
-            f"allowed is fp8 where {key} makes engines that take FP8 numbers and scales; or let them quantise what "
-            f"arrives, with {ONLINE_SETTING}",
+            f"allowed is fp8, as {key} makes engines store FP8 numbers and scales; or leave that out, and give "
+            f"{ONLINE_SETTING} for engines that quantise what arrives",
         )

@@ -30,7 +30,7 @@ def check_replay(c: Config) -> Refusals:
     if replay == "policy" and c.data.one_update:
         yield (
             "policy.moe.replay",
-            "a step has one mini-batch, whose update has the weights and routes of the old log-probs anyway",
+            "with one mini-batch a step, the update has the weights and routes of the old log-probs anyway",
             f"give data.mini_batch_prompts below data.prompts_per_step = {c.data.prompts_per_step}, "
             f"policy.moe.replay=rollout, {OFF}",
         )
@@ -97,7 +97,7 @@ def _fusion_refusals(c: Config, local: str) -> Refusals:
     if "router" in fusions and (moe.replay != "off" or moe.aux_loss):
         needs = f"policy.moe.replay={moe.replay}" if moe.replay != "off" else f"policy.moe.aux_loss={moe.aux_loss:g}"
         why = f"a fused router chooses by itself, and {needs} needs megatron-core's own"
-        yield "policy.fusions", why, "leave router out, or policy.fusions, which then is without it"
+        yield "policy.fusions", why, "take router out of the list, or give null, which then leaves router out"
 
 
 def _no_transformer_engine(c: Config) -> str:

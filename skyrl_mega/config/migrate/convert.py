@@ -58,7 +58,7 @@ def fitted(key: str, value: Any) -> Any:
     if value is None and not rule.nullable:
         raise Dropped("not set there")
     if not rule.allows(value):
-        raise Dropped(f"{key} is {rule.words}", look=True)
+        raise Dropped(f"{key} allows only {rule.words}", look=True)
     return value
 
 
@@ -182,7 +182,7 @@ def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationS
         Dropped: The value is on, as by default here.
     """
     if value:
-        raise Dropped("on there, and here")
+        raise Dropped("on in both programs")
     return dict(argument), "off there"
 
 

@@ -266,7 +266,9 @@ def _without_environment() -> Iterator[list[str]]:
 def _read_python(reading: GivenSettings, path: Path) -> None:
     if reading.program != "TRL":
         raise UserError(
-            f"{reading.program} takes its settings from the command line", key=path, fix="give the script of it"
+            f"{reading.program} takes its settings from the command line",
+            key=path,
+            fix="give the shell script with this command line, or the arguments themselves",
         )
     settings, command = python_script.read(path)
     reading.settings += settings

@@ -52,13 +52,13 @@ ESTIMATORS = {
     "gdpo": EstimatorTraits(
         "multi_reward:gdpo",
         compares="named",
-        against_kl="looks at named rewards alone",
+        against_kl="uses only the environment's named rewards",
         against_overlong="algorithm.advantage=gdpo looks at each of the environment's rewards, which the punishment is "
         "not; give 0, and a reward for the length in the environment",
     ),
     "grpo_turns": EstimatorTraits("turns:grpo_turns", compares="turns", normalizes=True),
     "optimal_token_baseline": EstimatorTraits("token_baseline:optimal_token_baseline", compares="returns"),
-    "remax": EstimatorTraits("greedy:remax", greedy=True, against_kl="has a baseline that no KL is taken from"),
+    "remax": EstimatorTraits("greedy:remax", greedy=True, against_kl="has a baseline without the KL penalty"),
     "reinforce": EstimatorTraits("whole_batch:reinforce"),
     "reinforce++": EstimatorTraits("turns:reinforce_plus_plus", discounts=True),
     "reinforce++_baseline": EstimatorTraits("whole_batch:reinforce_plus_plus_baseline", compares="rewards"),

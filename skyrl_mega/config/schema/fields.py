@@ -47,4 +47,4 @@ def duplicates(key: str, given: Sequence[str | int]) -> Refusals:
     """
     for entry in given:
         if given.count(entry) > 1:
-            yield key, f"{entry} is there twice", "give it once"
+            yield key, f"{entry} is listed twice", "give it once"

@@ -63,7 +63,9 @@ class Guarded:
         self._calls.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._report(f"has not finished within {CLOSE_S:g} s of the run's end and is left; {KEPT}")
+            self._report(
+                f"has not finished within {CLOSE_S:g} s of the run's end and is left; it may lack steps, {KEPT}"
+            )
             self._off = self._abandoned = True
 
     def _work(self) -> None:
