@@ -163,7 +163,7 @@ def _engines(v: Values) -> list[str]:
     return [
         f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
         *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
-        f"  {longest} of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
+        f"  at once: {longest} of maximum length, {e['usual']} of mean length, {e['concurrency']} at most "
         f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
     ]
 
@@ -183,11 +183,11 @@ def _shared(v: Values) -> list[str]:
     for phase, parts in shared["parts"].items():
         sizes = (sum(parts[of].get(kind, 0) for kind in kinds) for of in GPU for kinds in GPU[of].values())
         rows.append((phase, str(shared["ranks"][phase]), *map(_gib, sizes), f"{shared['left'][phase] / GIB:.2f}"))
-    idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(shared['idle'])} GiB"
+    idle = f"while engines generate, gradients and optimizer state stay there unused: {_gib(shared['idle'])} GiB"
     least = f"at least {_gib(shared['margin'])} GiB are left"
     if shared["margin"] < 0:
         least = f"{-shared['margin'] / GIB:.2f} GiB are lacking in phase {shared['phase']}"
-    residency = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
+    residency = "parts not needed in a phase are in host memory, or dropped (residency.keep)"
     return [
         f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])}; rank: the policy rank on the fullest",
         *aligned(rows),

@@ -42,7 +42,7 @@ def run_text(run: Values) -> str:
         cost = (
             f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
         )
-    steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}{'' if run['steps_known'] else ' (a stand-in)'}"
+    steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}{'' if run['steps_known'] else ' (assumed)'}"
     ends = f"{duration(seconds['low'])} to {duration(seconds['high'])}"
     return f"{steps} take about {duration(seconds['estimate'])} ({ends}){cost}"
 
@@ -54,7 +54,7 @@ def summary(time: Values) -> list[str]:
         time: Value `time` of `dry_run.values`.
     """
     run, parts = time["run"], [part.partition(" (")[0] for part in time["not_counted"]]
-    unknown = f"  {run['steps']:,} stands in for the number of steps: run.steps is null, and data.train is not here"
+    unknown = f"  {run['steps']:,} steps are assumed: run.steps is null, and data.train is not on this machine"
     return [
         run_text(run),
         *([] if run["steps_known"] else [unknown]),
@@ -112,7 +112,7 @@ def _run(time: Values) -> list[str]:
         *(
             []
             if run["steps_known"]
-            else ["  the number of steps is unknown: run.steps is null, and data.train is not here"]
+            else ["  the number of steps is unknown: run.steps is null, and data.train is not on this machine"]
         ),
         *(f"  not counted: {part}" for part in time["not_counted"]),
     ]

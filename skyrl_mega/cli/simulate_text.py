@@ -192,8 +192,8 @@ def _environment_notes(c: Comparison) -> list[str]:
     most = max_open_trajectories(changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
         notes = [
-            f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; see what a step "
-            "is with more, and with fewer"
+            f"environment.slots = {slots}: at most so many of up to {most:,} trajectories run at once; simulate with "
+            "more slots, and with fewer, too"
         ]
     if calls_s < LIMITING * min(row.outcome.seconds for row in c.all_rows):
         return notes

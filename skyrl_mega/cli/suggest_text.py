@@ -189,13 +189,13 @@ def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
         lines.append(
-            "policy.optimizer.streamed=true was left out: it does not go with policy.precision.parameters=fp8; "
+            "policy.optimizer.streamed=true was left out: it does not work with policy.precision.parameters=fp8; "
             "policy.precision.parameters=model allows it"
         )
     if differing := [number for number, row in enumerate(choices, start=1) if row.partial_blocks]:
         lines.append(
-            f"engines of {', '.join(map(str, differing))} have other blocks of FP8 than policy and wire, and round "
-            "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
+            f"the engines of {', '.join(map(str, differing))} have other blocks of FP8 than policy and weight sync, "
+            "and round differently (mismatch/*): so does every engine on so many GPUs; the layout's dry run says more"
         )
     large = [n for n, row in enumerate(choices, start=1) if _spans_nodes(row.suggestion.config)]
     if large:

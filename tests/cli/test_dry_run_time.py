@@ -49,8 +49,8 @@ def test_a_stand_in_for_the_number_of_steps_is_named_at_the_top(capsys: pytest.C
     v = values(capsys, "evaluation.limit=null", "run.steps=null", "data.train=[absent.parquet]")
     assert not v["time"]["run"]["steps_known"]
     duration, unknown, missing = dry_run_text.text(v).splitlines()[1:4]
-    assert duration.startswith("100 steps (a stand-in) take about ")
-    assert unknown.startswith("  100 stands in for the number of steps: run.steps is null")
+    assert duration.startswith("100 steps (assumed) take about ")
+    assert unknown.startswith("  100 steps are assumed: run.steps is null")
     assert missing.startswith("  not counted: ") and missing.endswith("the environments' own time, evaluations")
 
 

@@ -254,7 +254,7 @@ def test_what_was_played_and_what_holds_it_up_is_said() -> None:
     assert "a trajectory has 3.0 turns, 800 tokens that are written, 100 that are read" in report_text
     assert "environment.slots" not in report_text
     report_text = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
-    assert "environment.slots = 64: of up to 2,560 trajectories so many are played at once" in report_text
+    assert "environment.slots = 64: at most so many of up to 2,560 trajectories run at once" in report_text
 
 
 def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
