@@ -163,8 +163,8 @@ def _engines(v: Values) -> list[str]:
     return [
         f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
         *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
-        f"  at once: {longest} of maximum length, {e['usual']} of mean length, {e['concurrency']} at most "
-        f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
+        f"  at once: {longest} of maximum length, {e['usual']} of mean length; "
+        f"rollout.concurrency is {e['concurrency']}; {e['waiting']:,} more wait",
     ]
 
 

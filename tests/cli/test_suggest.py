@@ -214,7 +214,7 @@ def test_engines_with_other_blocks_are_named(
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
     monkeypatch.setattr("skyrl_mega.planner.engine_blocks.partial_block", lambda config, d: "96 columns")
     assert main(["--config", "configs/dapo_4b.yaml", *SERVED, "--suggest"]) == 0
-    assert "\nnote: engines of 1" in capsys.readouterr().out
+    assert "\nnote: the engines of 1" in capsys.readouterr().out
 
 
 def test_a_streamed_optimizer_that_parameters_in_fp8_do_not_take_is_told_of(

@@ -272,7 +272,7 @@ def test_a_signal_ends_it_with_75_and_leaves_nothing(fake: Fake, data: Path, tmp
     finally:
         process.kill()
     assert process.returncode == 75, errors
-    assert f"stopped by {signal.Signals(number).name}; the same command goes on" in errors
+    assert f"stopped by {signal.Signals(number).name}; the same command resumes with the missing samples" in errors
     assert "Traceback" not in errors
     assert len(lines(tmp_path / "out")) == 20
 
@@ -281,7 +281,7 @@ def test_a_fault_is_exit_code_1_and_what_ended_is_kept(fake: Fake, data: Path, t
     fake.script.extend([{}] * 10 + [(200, {}, "<html>")])
     code, out, errors = run(command(fake, data, tmp_path / "out", at_once=1))
     assert code == 1
-    assert "fault: " in out and "another form" in out
+    assert "fault: " in out and "did not answer as OpenAI's chat completions" in out
     assert errors == ""
     assert len(lines(tmp_path / "out")) == 10
 
