@@ -96,7 +96,7 @@ def unlink(names: set[str], kept: set[int]) -> None:
     """Removes files of shared memory that no process of this machine maps any more.
 
     Args:
-        names: Files to remove.
+        names: Paths of the files, as from `shared_memory`; missing files are no error.
         kept: Inode numbers (`numbers`) of files to keep.
     """
     for name in names - shared_memory(processes(lambda entry: True)):
@@ -130,12 +130,14 @@ def end_cluster(folder: str, driver: int) -> None:
 
 
 def main(kind: str, pid: str, folder: str) -> None:
-    """Waits for the end of the guarded process and cleans up.
+    """Waits for the end of the guarded process, or for end of file on standard input, and cleans up. The guarded
+    process must hold the other end of this pipe: with /dev/null as input, the cleanup begins at once.
 
     Args:
-        kind: `group`: kills the process's group, and removes its shared memory and the folder. `cluster`: kills the Ray
-            processes of the folder, and removes the folder.
-        pid: Id of the guarded process.
+        kind: `group`: kills the process's group, with the process itself if it still runs, and removes its shared
+            memory and the folder; the guard runs in a forked child. `cluster`: kills the Ray processes of the folder,
+            but not the guarded process, and removes the folder.
+        pid: Id of the guarded process; may be gone already.
         folder: Temporary folder to remove.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM to every process of a cancelled job

@@ -46,7 +46,8 @@ def remove_stale(folder: Path, prefix: str) -> None:
 
 
 def in_use(folder: Path, prefix: str) -> bool:
-    """Returns True if a process is writing a file or a folder of `folder` with this name prefix."""
+    """Returns True if a process of this user is inside `temporary_folder` for this folder and prefix, or inside
+    `partial_file` for a file `name` in `folder`, whose prefix is `.name.`. False on a file system without locks."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         try:
             with _open_owned(path) as descriptor:

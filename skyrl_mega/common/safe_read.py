@@ -195,7 +195,8 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields byte offset and content of each non-empty line; an unfinished last line has no line break.
+    """Yields byte offset and content, with the line break, of each line that is not blank; an unfinished last line has
+    no line break.
 
     Raises:
         OSError: The file cannot be read.

@@ -161,12 +161,13 @@ ROUNDING = 1e-9
 
 def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
     """Returns the maximum number of concurrent trajectories and environments: the trajectories of a step, with
-    `asynchrony.mode=full` of all steps ahead; limited by `environment.slots`.
+    `asynchrony.mode=full` of this step and `max_staleness` steps ahead, prompts of `dynamic_sampling.oversample`
+    included. At most `environment.slots`, even with an evaluation.
 
     Args:
         config: The settings.
-        evaluated: Trajectories of an evaluation: added if `asynchrony.mode` is not off, otherwise never open together
-            with training trajectories.
+        evaluated: Trajectories of an evaluation. Added if `asynchrony.mode` is not off; otherwise never open together
+            with training trajectories, so the larger number counts.
     """
     dynamic, asynchrony = config.algorithm.dynamic_sampling, config.asynchrony
     prompts = math.ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0) - ROUNDING)

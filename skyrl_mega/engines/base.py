@@ -100,7 +100,11 @@ class Engine(Protocol):
         """Loads the model and returns the measured facts; to be called before any other method.
 
         Args:
-            former: Facts of the previous engine in this place, with the cache size to use again.
+            former: Facts of the engine that this engine replaces: the cache gets the same size. None: the engine
+                decides the size.
+
+        Raises:
+            UserError: The engine rejects the settings, or computes on another device here.
         """
 
     def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:

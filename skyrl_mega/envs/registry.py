@@ -52,11 +52,13 @@ def names(config: EnvironmentConfig) -> list[str]:
 
 
 def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
-    """Imports and returns the class of an environment name; user classes and functions take precedence over built-in
+    """Imports and returns the class of an environment name: a key of `environment.classes`, the name of a built-in
+    environment, or `reward_function`; never an import path. User classes and functions take precedence over built-in
     classes. A class for SkyRL or a reward function is wrapped in an adapter class.
 
     Raises:
-        UserError: The name is unknown, the import path leads nowhere, or the object is no environment.
+        UserError: The name is unknown, the import fails (also if the user's code raises), or the object is no
+            environment.
     """
     if name == REWARD_FUNCTION and config.reward_function:
         return _load(config.reward_function, f"environment.{REWARD_FUNCTION}", "function")

@@ -62,7 +62,13 @@ def _as_text(value: Any) -> str:
 
 
 def split(ranks: int, engines: int) -> Change:
-    """Returns the change to separate GPUs for a policy of `ranks` ranks and `engines` engines (disaggregated)."""
+    """Returns the change to separate GPUs for policy and engines (disaggregated), with the default of
+    `residency.keep`.
+
+    Args:
+        ranks: Ranks of the policy, a GPU each.
+        engines: Number of engines, not of their GPUs.
+    """
     return (
         ("cluster.shared", False),
         ("residency.keep", None),

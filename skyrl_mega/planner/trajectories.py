@@ -70,8 +70,8 @@ def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Traj
 
 
 def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
-    """Returns the settings with `cluster.rates.length_share` changed, for trajectories in `batch` of `mean`
-    tokens."""
+    """Returns the settings with the `cluster.rates.length_share` for which `batch` estimates sequences of `mean`
+    tokens, prompt included. The share is not limited: above 1 if `mean` exceeds the limits."""
     share = config.cluster.rates.length_share * mean / batch(config, parallel).mean
     return _with_share(config, share)
 

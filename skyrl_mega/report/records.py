@@ -227,10 +227,10 @@ def load(
     Args:
         files: (run name, file) pairs, from `files_of`.
         query: The filter.
-        progress: Called with the number of files read so far.
+        progress: Called with the number of files read so far. Files of other steps are neither read nor counted.
 
     Raises:
-        UserError: A file does not contain trajectories, or no file belongs to a wanted step.
+        UserError: A file does not contain trajectories, or no file belongs to a wanted step, as with empty `files`.
     """
     wanted = [(run, file, step_of(file)) for run, file in files if query.takes_step(step_of(file))]
     if not wanted:

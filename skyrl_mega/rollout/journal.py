@@ -106,6 +106,7 @@ def file_of(folder: Path, who: str) -> Path:
 
 def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
     """Reads the files of all processes in a folder and returns trajectory name → recorded turns; {} without files.
+    Files are written atomically, so a killed process leaves no half file.
 
     Raises:
         UserError: A file contains something else than turns.

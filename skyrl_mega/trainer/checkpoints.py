@@ -61,7 +61,8 @@ class Checkpoints:
         """Returns the newest intact checkpoint, or None without any; prints the damage of newer checkpoints.
 
         Raises:
-            UserError: All checkpoints are damaged, or the newest was written by an earlier version.
+            UserError: All checkpoints are damaged, or the newest intact one, or a newer damaged one, was written by an
+                earlier version.
         """
         damaged = []
         for checkpoint in reversed(self.completed()):

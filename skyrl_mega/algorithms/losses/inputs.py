@@ -84,7 +84,11 @@ class LossInputs:
         return (self.weights_L * values_L).detach().sum()
 
     def sequence_mean(self, values_L: Tensor) -> Tensor:
-        """Returns for each token the mean of the values over all counting tokens of its sequence: [L], differentiable.
+        """Returns for each counting token the mean of the values over all counting tokens of its sequence: [L],
+        differentiable. Needs `sequence_L`.
+
+        The values at other tokens may be NaN; the result there is finite but has no meaning. 0 everywhere if no token
+        counts.
 
         Under context parallelism all ranks of the group must call this and use the result in the same way.
         """

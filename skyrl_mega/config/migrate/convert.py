@@ -22,6 +22,7 @@ MODELS = "${oc.env:SKYRL_MEGA_MODELS,models}"
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 Settings = dict[str, Any]
 Result = tuple[Settings, str]
+"""Our settings with values, and the reason for a changed value (may be empty). The caller applies the settings."""
 
 
 class Dropped(Exception):
@@ -203,7 +204,11 @@ def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def model(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a model's path to every setting in `here`; a name on the Hugging Face hub becomes a folder in `MODELS`."""
+    """Returns a model's path for every setting in `here`. A name on the Hugging Face hub becomes a folder in `MODELS`;
+    the reason then is the command that downloads the model, which this function does not run.
+
+    A hub name is a text with a single `/` that does not start with `.`, `/`, `~` or `$`.
+    """
     text = str(value)
     if text.count("/") == 1 and not text.startswith((".", "/", "~", "$")):
         path = f"{MODELS}/{text.rpartition('/')[2]}"

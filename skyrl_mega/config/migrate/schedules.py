@@ -54,10 +54,13 @@ def to_the_end(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 
 def schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the schedule `here[0]` to `value`, and `decay_steps` to the end of the run.
+    """Returns the schedule `here[0]` with the value, and `decay_steps` of the same group at the end of the run.
 
-    `decay_steps` is left out for a constant schedule, for a run of unknown length, and if a key in `argument` gives the
-    end of the decay in the other program.
+    `decay_steps` is left out for a constant schedule, for a run of unknown length, and if a key in `argument`, the end
+    of the decay in the other program, has a value other than null there, given or by default.
+
+    Raises:
+        Dropped: The setting does not allow the value.
     """
     ours = {here[0]: fitted(here[0], value)}
     end = here[0].rpartition(".")[0] + ".decay_steps"

@@ -229,7 +229,10 @@ class WorkerExtension:
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
         """Returns the routes of the requests with these names (`routes.TokenRoutes.packed`), and forgets them; None for
-        an unknown request. [] from a worker other than rank 0."""
+        an unknown request. [] from a worker other than rank 0.
+
+        `record_routes` must have been called, for a model with experts.
+        """
         assert self.recorder is not None or self.rank, "record_routes comes first"
         taken = [self.recorder.take(name) for name in names] if self.recorder is not None else []
         return [None if read is None else read.packed() for read in taken]

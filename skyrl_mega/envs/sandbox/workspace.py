@@ -52,7 +52,8 @@ class Workspace:
 
     @property
     def folder(self) -> Path:
-        """Path for the host; a link to follow if the workspace is a private file system.
+        """Path for the host. For a private file system a link in `/proc`: open it, or append names to it, but do not
+        resolve it, because its target is no path of the host.
 
         Raises:
             RuntimeError: The workspace is closed.

@@ -52,10 +52,11 @@ class Rope:
 
         Args:
             hf: Content of config.json.
-            part: Default of `partial_rotary_factor`, the rotated fraction of a head; None: only 1 is allowed.
+            part: Default of `partial_rotary_factor`, the rotated fraction of a head; then no scaling is allowed. None:
+                only 1 is allowed.
 
         Raises:
-            UserError: megatron-core does not support the scaling or the fraction.
+            UserError: The scaling or the fraction is not supported.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}

@@ -72,7 +72,7 @@ def resolve(path: str) -> Any:
 
 
 def options_of(name: str, cls: Any, config: TelemetryConfig) -> dict[str, Any]:
-    """Returns a tracker's options, completed with defaults and checked.
+    """Returns a tracker's options, completed with defaults and checked; a class without OPTIONS accepts any.
 
     Raises:
         UserError: An option is unknown or a value is not allowed.

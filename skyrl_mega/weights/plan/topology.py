@@ -69,9 +69,10 @@ class Topology:
     @classmethod
     def separate(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
         """Returns a topology with a device of its own for each rank, source ranks first, for layouts without a run's
-        settings.
+        settings. A node has `links.gpus_per_node` devices, and may hold source and target ranks.
 
-        Target ranks form engines of `engine` ranks; an engine small enough for a node never straddles two.
+        Target ranks form engines of `engine` ranks, the last perhaps of fewer; an engine small enough for a node never
+        straddles two: devices are left out instead.
         """
         return cls(tuple(range(sources)), tuple(_packed(sources, targets, engine, links.gpus_per_node)), links)
 
