@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from skyrl_mega.report.document import save
-from skyrl_mega.report.records import SORTS, Query, Record, files_of, load
+from skyrl_mega.report.records import SORTS, Query, Record, files_of, load, step_of
 from skyrl_mega.report.terminal import View
 from skyrl_mega.telemetry.console import Console as Progress
 from skyrl_mega.trajectories.trajectory import GREEDY
@@ -100,7 +100,8 @@ def _summary(records: Sequence[Record], kind: str) -> str:
 
 def _select(selection: Selection) -> list[Record]:
     files = files_of(selection.paths)
-    with _progress("read trajectories", len(files)) as update:
+    wanted = sum(selection.query.takes_step(step_of(file)) for _, file in files)
+    with _progress("read trajectories", wanted) as update:
         records = load(files, selection.query, update)
     return sorted(records, key=SORTS[selection.sort], reverse=selection.descending)
 
