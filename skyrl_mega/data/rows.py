@@ -383,7 +383,7 @@ def _check_calls(conversations: Sequence[list[Message]], first: int, where: str,
         )
         if unlearned:
             raise UserError(
-                f"{shown(unlearned[0])} of an assistant's message is not learned; allowed are "
-                f"{', '.join(allowed)}; thoughts belong into content, as the model writes them",
+                f"{shown(unlearned[0])} of an assistant's message is not trained on; allowed are "
+                f"{', '.join(allowed)}; write thoughts into content, as the model writes them",
                 key=f"{where}, row {row}, column {column}",
             )

@@ -148,7 +148,9 @@ class ParallelDims:
         fixed = {stage: layers for stage, layers in requested.items() if layers is not None}
         left, stages = num_layers - sum(fixed.values()), self.pipeline - len(fixed)
         if left % stages if stages else left:
-            raise ValueError(f"{left} of {num_layers} layers are left for {stages} pipeline stages")
+            raise ValueError(
+                f"{left} of {num_layers} layers are left for {stages} pipeline stages, which must be equal in size"
+            )
         sizes = [fixed.get(stage, left // stages if stages else 0) for stage in range(self.pipeline)]
         if min(sizes) < 1 or any(size % self.virtual_pipeline for size in sizes):
             raise ValueError(f"{sizes} layers a stage do not make {self.virtual_pipeline} chunks each")

@@ -104,5 +104,5 @@ def test_calls_that_nobody_can_read_are_refused_by_row(tmp_path: Path, line: str
 
 def test_thoughts_in_a_field_of_their_own_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path / "d.parquet", [{"role": "assistant", "content": "5", "reasoning_content": "easy"}])
-    with pytest.raises(UserError, match=r"row 0, .*: reasoning_content of an assistant's message is not learned"):
+    with pytest.raises(UserError, match=r"row 0, .*: reasoning_content of an assistant's message is not trained on"):
         load_demonstrations([file])

@@ -32,7 +32,10 @@ def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tenso
     """
     token = inputs.token
     if token.old_T is None or token.squares_T is None:
-        raise ValueError("optimal_token_baseline needs log-probs, and sums of squared probabilities")
+        raise ValueError(
+            "optimal_token_baseline needs log-probs (token.old_T), and sums of squared probabilities "
+            '(token.squares_T); mark an estimator that calls it with @per_token("old_logprobs", "old_squares")'
+        )
     known_T = torch.ones_like(token.trajectory_T, dtype=torch.bool) if token.known_T is None else token.known_T
     # Rounding may make a term negative for a token with probability 1.
     moved_T = (1 - 2 * token.old_T.double().exp() + token.squares_T.double()).clamp(min=0)

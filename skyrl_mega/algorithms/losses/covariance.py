@@ -48,5 +48,8 @@ def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metr
 
 def _chosen(inputs: LossInputs) -> Tensor:
     if inputs.high_covariance_L is None:
-        raise ValueError("clip_cov and kl_cov need high_covariance_L, the selected tokens")
+        raise ValueError(
+            "clip_cov and kl_cov need high_covariance_L, the selected tokens; a run selects them only with "
+            "algorithm.loss=clip_cov or kl_cov, not for a loss of your own"
+        )
     return inputs.high_covariance_L & inputs.active_L

@@ -89,7 +89,8 @@ class SweEnv(BaseTextEnv):
         name = str(info.get("task"))
         if self.options["tasks"] is None or not NAME.fullmatch(name):
             raise UserError(
-                "allowed: the folder of the tasks, and in a row's extra_info.task the name of a folder in it",
+                "the option is not set, or the row's extra_info.task is no name of a folder; allowed: the folder of "
+                "the tasks, and in extra_info.task the name of a folder in it",
                 key="environment.options.swe.tasks",
                 value=f"{self.options['tasks']}, task {name!r}",
             )
