@@ -133,9 +133,12 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
                 key=f"{key}.{uneven[0].split()[0]}",
             ) from None
         if decoder.layers % parallel.pipeline:
+            others = decoder.layers // parallel.pipeline
+            first = decoder.layers - (parallel.pipeline - 1) * others
+            example = f" (such as {first})" if others and parallel.virtual_pipeline == 1 else ""
             raise UserError(
-                f"{parallel.pipeline} does not divide the model's {decoder.layers} layers"
-                f"; choose a divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers",
+                f"{parallel.pipeline} does not divide the model's {decoder.layers} layers; choose a divisor of "
+                f"{decoder.layers}, or give {key}.first_stage_layers{example} or last_stage_layers",
                 key=f"{key}.pipeline",
             ) from None
         slices = parallel.pipeline * parallel.virtual_pipeline
