@@ -202,7 +202,7 @@ def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
     for wrong, why in (
         (None, "returned no expert routes"),
         (given[:, :2], "lack layer 2"),
-        (given[:2], r"\[2, 2, 2\]; \[3"),
+        (given[:2], r"\[2, 2, 2\]; needed is \[3"),
     ):
         with pytest.raises(WrongRoutes, match=why):
             output_routes(wrong, 3, shape=SHAPE, name="r")
@@ -228,7 +228,7 @@ def test_an_engine_on_cuda_reads_the_routes_that_vllm_gives(tmp_path: Path) -> N
     )
     completion = engine._completion(Request("r", [1, 2, 3], 4, 0, routes_from=2), result)
     assert completion.routes is not None and completion.routes.tolist() == (given + 1).tolist()
-    with pytest.raises(WrongRoutes, match=r"request r: routes are \[2, 2, 2\]; \[4, 2, 2\] are needed"):
+    with pytest.raises(WrongRoutes, match=r"request r: routes have shape \[2, 2, 2\]; needed is \[4, 2, 2\]"):
         engine._completion(Request("r", [1, 2, 3], 4, 0), result)
 
 

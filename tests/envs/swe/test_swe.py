@@ -206,7 +206,7 @@ def test_hidden_tests_appear_only_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_source_of_tasks(tasks: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"it has no \*/task\.json"):
+    with pytest.raises(UserError, match=r"no \*/task\.json"):
         prepare(f"swe --output {tmp_path} --source {tasks}")
     (tasks / "cart" / "task.json").write_text(f'{{"instruction": "Mend it.", "test": "{COMMAND}"}}')
     prepare(f"swe --output {tmp_path} --source {tasks}")
