@@ -120,7 +120,8 @@ FIRST = (
     "megatron/test_loss_layouts.py",
     "trainer/test_schedules.py",
     "weights/test_scale.py",
-    "weights/test_fp8_engine.py",
+    "weights/test_sleeping_engine.py",
+    "weights/test_vllm_engine.py",
 )
 """Tests of several minutes, started first to keep all cores busy until the end."""
 
