@@ -34,7 +34,6 @@ NIGHTLY = (
     "cli/test_suggest.py::test_hosts_without_memory_for_what_leaves_are_seen",
     "cli/test_suggest.py::test_where_nothing_fits_it_says_why[hosts]",
     "cluster/test_fleet.py::test_one_that_fails_is_replaced_and_stays_stale[19]",
-    "cluster/test_group.py::test_actors_beside_others_see_their_gpus",
     "cuda/test_nodes.py::test_two_nodes_shared",
     "cuda/test_queue.py::test_a_step_of_dapo_waits_for_hours_and_ends",
     "cuda/test_queue.py::test_slow_tokens_and_a_queue_of_ten_caches_end_nothing[searchr1_30b]",

@@ -32,6 +32,11 @@ CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
 twice."""
 
+FREE = ("max_position_embeddings", "quantization_config")
+"""Keys of config.json that may differ in an engine; FP8 has checks of its own (`config.checks.engines`)."""
+NAMES = ("architectures", "model_type")
+"""Keys of config.json that may differ if they name the same model."""
+
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     """Checks the layouts of policy, reference, critic and engines against the model.
@@ -79,14 +84,14 @@ def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, k
 
 
 def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuses values of config.json with which engines would compute another model than the policy, such as other
-    routes. The maximum length may differ, and FP8 has checks of its own (`config.checks.engines`)."""
+    """Refuses values of config.json with which engines could compute another model than the policy, such as other
+    routes or a sliding window: every value that is not the one of config.json, but for `FREE` and `NAMES`."""
     overrides = config.rollout.options.get("hf_overrides")
-    decoder, needed = architecture(hf).describe(hf), dict[str, Any]()
+    decoder, needed = architecture(hf).describe(hf), dict(hf)
     for block in decoder.parts:
         needed |= block.engine_arguments(planned_device(config)).get("hf_overrides", {})
     for key, value in overrides.items() if isinstance(overrides, Mapping) else ():
-        if key == "quantization_config" or (value == needed[key] if key in needed else _describes(hf, key, value)):
+        if key in FREE or (key in needed and value == needed[key]) or (key in NAMES and _describes(hf, key, value)):
             continue
         raise UserError(
             "engines would compute another model than the policy, which reads config.json alone",

@@ -40,11 +40,13 @@ def write(folder: Path) -> Path:
         UserError: A file is missing or cannot be used, tokenizer.json exists, or the result differs from tiktoken.
     """
     check_folder(folder, FETCH)
+    file = folder / "tokenizer.json"
+    if file.exists():
+        raise UserError("it exists", key=file, fix="remove it to make it again")
     ranks = read_vocabulary(folder / TIKTOKEN)
     pattern, added = read_pattern(folder), read_added_tokens(folder, len(ranks))
     tokenizer = convert(ranks, pattern, added)
     check_equal(tokenizer, ranks, pattern, {token.content: number for number, token in added.items()})
-    file = folder / "tokenizer.json"
     with atomic_file(file, str(folder), lambda path: False) as partial:
         tokenizer.save(str(partial))
     return file

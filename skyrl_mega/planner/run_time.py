@@ -156,7 +156,7 @@ class Planned:
 
 def evaluations(config: Config, steps: int) -> int:
     """Returns the number of evaluations of a run of `steps` steps: before the first step with `evaluation.before`,
-    every `evaluation.every` steps, and after the last step."""
+    and, unless `evaluation.every` is 0, every `evaluation.every` steps and after the last step."""
     every = config.evaluation.every
     return int(config.evaluation.before) + (-(-steps // every) if every else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,10 +31,14 @@ def check(model: str, overrides: dict[str, Any]) -> None:
         ("MiniMax-M2", "use_routing_bias", False),
         ("Qwen3-30B-A3B", "norm_topk_prob", False),
         ("Qwen3-30B-A3B", "num_hidden_layers", 2),
+        ("Qwen3-30B-A3B", "sliding_window", 128),
+        ("Qwen3-30B-A3B", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("Qwen3-30B-A3B", "is_causal", False),
     ],
 )
 def test_overrides_that_change_the_model_are_refused(model: str, key: str, value: Any) -> None:
-    line = rf"^rollout.options.hf_overrides.{key} = {shown(value)}: engines would compute another model than the policy"
+    subject = rf"^rollout.options.hf_overrides.{key} = {re.escape(shown(value))}"
+    line = f"{subject}: engines would compute another model than the policy"
     with pytest.raises(UserError, match=line):
         check(model, {"max_position_embeddings": 4096, key: value})
 

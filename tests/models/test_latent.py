@@ -171,8 +171,9 @@ def test_engines_on_a_cpu_need_the_kernels_widths_and_torchs_rotation() -> None:
     attention(DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}).check_cpu_engine("")
     assert attention(DEEPSEEK).engine_arguments("cpu")["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     assert attention(DEEPSEEK).engine_arguments("cuda") == {}
-    experts = architecture(DEEPSEEK).describe(DEEPSEEK).layer(1)[1]
-    assert experts.engine_arguments("cuda") == {"hf_overrides": {"moe_router_dtype": "float32"}}
+    for hf in (DEEPSEEK, V2_LITE):
+        experts = architecture(hf).describe(hf).layer(1)[1]
+        assert experts.engine_arguments("cuda") == {"hf_overrides": {"moe_router_dtype": "float32"}}
 
 
 def test_kimi_k2_is_deepseek_v3_and_flash_differs_in_the_router_and_rope() -> None:

@@ -320,7 +320,7 @@ class VllmEngine:
         )
 
     async def forget(self) -> None:
-        """Drops vLLM's cached prefixes, and the worker's recorded routes of them."""
+        """Drops vLLM's cached prefixes, and the routes that the worker has recorded of requests."""
         await self._await_vllm(self.llm.reset_prefix_cache())
         if self._worker_records:
             await self.workers("forget_routes")

@@ -76,6 +76,8 @@ class Experts(Block):
     names: ExpertNames = ExpertNames()
     engine_float32_router: bool = False
     """True if vLLM keeps the router's weight in float32."""
+    engine_reads_router_dtype: bool = False
+    """True if vLLM's layer of a softmax router reads `moe_router_dtype`, as its layers of DeepSeek do."""
 
     @classmethod
     def read(
@@ -250,9 +252,10 @@ class Experts(Block):
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns, for a sigmoid router, the vLLM argument for router logits in float32 as in megatron-core, instead of
-        the model's type; {} for a softmax router. Only vLLM's DeepSeek layers read the argument."""
-        return {"hf_overrides": {"moe_router_dtype": "float32"}} if self.router.score == "sigmoid" else {}
+        """Returns the vLLM argument for router logits in float32 as in megatron-core, instead of the model's type; {}
+        for a softmax router whose layer in vLLM does not read the argument (`engine_reads_router_dtype`)."""
+        float32 = self.router.score == "sigmoid" or self.engine_reads_router_dtype
+        return {"hf_overrides": {"moe_router_dtype": "float32"}} if float32 else {}
 
     def engine_float32(self, source: str) -> Sequence[str]:
         router = (self._router(source),) if self.engine_float32_router else ()

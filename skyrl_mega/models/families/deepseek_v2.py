@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from skyrl_mega.models.blocks.experts import Experts, SharedExpert
@@ -36,11 +37,12 @@ def describe(hf: Hf) -> Decoder:
     for key, allowed in ROUTER.items():
         require(hf, key, allowed)
     for key in ("n_group", "topk_group"):
-        if hf.get(key) != 1:  # absent, transformers says null and vLLM 1
+        if hf.get(key) != 1:
             raise unsupported(hf, key, "1, which the config.json of DeepSeek-V2-Lite contains")
     attention, dense = LatentAttention.read(hf), GatedMlp.read(hf)
     shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
     experts = Experts.read(hf, ExpertRouter.softmax(hf), shared, count=COUNT)
+    experts = replace(experts, engine_reads_router_dtype=True)
     layers = [(attention, experts if has_experts else dense) for has_experts in dense_first_layers(hf)]
     return read_decoder(hf, layers, engine_ties=False)
 
