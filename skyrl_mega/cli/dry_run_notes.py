@@ -243,10 +243,7 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
     if idle := idle_gpus_note(config):
         yield idle
     if (data := engine_data(rollout)) > 1:
-        yield (
-            f"rollout.options.data_parallel_size={data} works only in a plan: a run does not support it yet; give "
-            f"{data} times the rollout.engines instead"
-        )
+        yield f"rollout.options.data_parallel_size={data} works only in a plan: a run does not support it yet"
     if rollout.tensor > config.cluster.gpus_per_node:
         yield (
             f"rollout.tensor={rollout.tensor} works only in a plan: in a run, an engine must fit into a node of "

@@ -3,7 +3,7 @@ search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ KEEPS: tuple[tuple[str, ...] | None, ...] = (
 )
 """Candidates for `residency.keep` on shared GPUs. Only null (keep everything) keeps parts of engines, as sleeping
 engines copy nothing. Gradients are dropped without a copy, too."""
+REPLICAS = "data_parallel_size"
+"""Engine option for replicas that share experts. The search decides the number."""
 SEVERAL_NODES = (2, 4, 8)
 """Numbers of nodes of an engine, tried for a model without an engine inside a node. A run refuses such engines."""
 SHARED_PHASES = ("generate", "logprobs", "train", "sync")
@@ -109,12 +111,16 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
     if no engine fits inside a node. [] if no division fits.
     """
     sizes = [(tensor, 1) for tensor in range(1, config.cluster.gpus_per_node + 1)]
-    choices = _choices(config, decoder, workers, sizes)
+    choices = _placed(config, _choices(config, decoder, workers, sizes))
     if not choices:
         larger = (several_nodes(config, decoder, nodes, workers) for nodes in SEVERAL_NODES)
-        choices = [choice for of_size in larger for choice in of_size]
-    choices = [choice for choice in choices if plan_placement(choice.config).nodes <= config.cluster.nodes]
+        choices = _placed(config, [choice for of_size in larger for choice in of_size])
     return [choice for choice in choices if engine_blocks.partial_block(choice.config, decoder) is None] or choices
+
+
+def _placed(config: Config, choices: list[EngineChoice]) -> list[EngineChoice]:
+    """Returns the engines with a place on the nodes of the settings."""
+    return [choice for choice in choices if plan_placement(choice.config).nodes <= config.cluster.nodes]
 
 
 def several_nodes(config: Config, decoder: Decoder, nodes: int, workers: int | None = None) -> list[EngineChoice]:
@@ -138,18 +144,23 @@ def _choices(config: Config, decoder: Decoder, workers: int, sizes: Iterable[tup
         if workers % (tensor * data):
             continue
         for options in _expert_options(config, decoder, tensor, data):
-            all_options = {**config.rollout.options, **options}
+            all_options = {**_without_replicas(config.rollout.options), **options}
             rollout = replace(config.rollout, tensor=tensor, engines=workers // (tensor * data), options=all_options)
             if choice := _engine_choice(replace(config, rollout=rollout), decoder):
                 choices.append(choice)
     return choices
 
 
+def _without_replicas(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `rollout.options` with one replica in place of the given number."""
+    return {name: 1 if name == REPLICAS else value for name, value in options.items()}
+
+
 def _expert_options(config: Config, decoder: Decoder, tensor: int, data: int) -> list[dict[str, Any]]:
     """Returns the candidates for engine options: columns of experts or whole experts on a worker; replicas have whole
     experts, and none without experts."""
     if data > 1:
-        return [{"enable_expert_parallel": True, "data_parallel_size": data}] if decoder.experts else []
+        return [{"enable_expert_parallel": True, REPLICAS: data}] if decoder.experts else []
     if tensor == 1 or not decoder.experts or expert_parallel(config.rollout):
         return [{}]
     return [{}, {"enable_expert_parallel": True}]

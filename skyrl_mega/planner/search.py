@@ -35,7 +35,14 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fp8_blocks
 from skyrl_mega.planner.candidates import Change, changed, ranked
-from skyrl_mega.planner.engine_search import EngineChoice, PolicyRanks, engine_choices, fastest_engines, missing_bytes
+from skyrl_mega.planner.engine_search import (
+    REPLICAS,
+    EngineChoice,
+    PolicyRanks,
+    engine_choices,
+    fastest_engines,
+    missing_bytes,
+)
 from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
@@ -90,7 +97,7 @@ class Suggestion:
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
             **({"rollout.options.enable_expert_parallel": True} if expert_parallel(c.rollout) else {}),
-            **({"rollout.options.data_parallel_size": data} if (data := engine_data(c.rollout)) > 1 else {}),
+            **({"rollout.options.data_parallel_size": engine_data(c.rollout)} if REPLICAS in c.rollout.options else {}),
             "residency.keep": c.residency.keep,
         }
 
