@@ -1,0 +1,70 @@
+"""Environments that run an agent: a program that calls the policy by itself, through an endpoint of its own.
+
+A `BaseTextEnv` answers the policy turn by turn. An `AgentEnv` is the other way round: the run calls `run` once per
+trajectory, and the agent sends requests in the form of a public API (OpenAI, Anthropic) as often as it wants. The run
+records the tokens of every request and trains on exactly these tokens.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+
+
+@dataclass(frozen=True)
+class AgentEndpoint:
+    """The address of the policy for one trajectory. It answers only during `AgentEnv.run`."""
+
+    url: str
+    """Address without a path, such as `http://127.0.0.1:8000`: Anthropic's base URL; OpenAI's is `url + "/v1"`."""
+    key: str = field(repr=False)
+    """API key. It belongs to this trajectory and is refused after the trajectory's end."""
+    model: str
+    """Model name for requests. Any other name is accepted too."""
+    serve: Callable[[socket.socket], None] | None = field(default=None, compare=False, repr=False)
+    """Also accepts connections on a further listening socket, from any thread, until the end of the trajectory, and
+    closes the socket then. Meant for a socket in the network namespace of a sandbox, in which `url` is unreachable.
+    Requests on it need the key too. None if the endpoint accepts no further socket.
+    """
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables by which the SDKs of OpenAI and Anthropic find the endpoint."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_BASE": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            "MODEL_NAME": self.model,
+        }
+
+
+class AgentEnv(BaseTextEnv):
+    """An agent for one trajectory. A subclass overrides `run`; `step` is never called."""
+
+    @classmethod
+    def longest_run_s(cls, options: Mapping[str, Any]) -> float | None:
+        """Returns the longest duration of the agent in seconds under the options' own limits, without the grading,
+        which may take `rollout.env_timeout_s`; None, the default, if only `rollout.trajectory_timeout_s` limits the
+        agent.
+
+        Args:
+            options: Options accepted by `check_options`.
+        """
+        return None
+
+    def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
+        """Runs the agent to its end and grades the result. May block; runs in a thread.
+
+        Args:
+            endpoint: Address and key of the policy.
+            prompt: The messages returned by `init`: the task. The agent decides what the policy sees.
+
+        Returns:
+            `reward` and `metadata` of the whole trajectory; `done` True and `observations` [].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.run")
