@@ -22,12 +22,17 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
 
     waiting: dict[TimeLimitedProtocol, None] = {}  # noqa: RUF012  shared by all connections, ordered by the start of waiting
 
+    @property
+    def most_connections(self) -> int:
+        """Maximum number of connections."""
+        return CONNECTIONS
+
     def connection_made(self, transport: Any) -> None:
         """Starts the time limit; closes the longest-waiting connection if there are too many."""
         super().connection_made(transport)
         self._limit: asyncio.TimerHandle | None = None
         self._received = 0
-        if len(self.connections) > CONNECTIONS:
+        if len(self.connections) > self.most_connections:
             next(iter(self.waiting), self).transport.abort()
         self._wait()
 

@@ -1,0 +1,109 @@
+"""The way from the server's thread to the session of a trajectory in the event loop of the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from skyrl_mega.rollout.endpoint.dialect import PolicyFault, TooManyRequests
+from skyrl_mega.rollout.endpoint.openai_responses import ResponseHistory
+from skyrl_mega.rollout.endpoint.requests import (
+    ChatRequest,
+    EndpointSession,
+    PolicyReply,
+    RequestError,
+    SessionEnded,
+    TokenRequest,
+)
+
+AT_ONCE = 64
+"""Most requests of a trajectory under way at once. Bounds the memory of an agent's bodies."""
+ENDED = "the trajectory has ended; its key is no longer valid"
+
+
+class AgentDoor:
+    """The requests of a trajectory, from any thread.
+
+    Args:
+        session: Answers the requests.
+        loop: Event loop in which the session's methods run.
+    """
+
+    def __init__(self, session: EndpointSession, loop: asyncio.AbstractEventLoop) -> None:
+        self._session, self._loop = session, loop
+        self._ended = False
+        self._under_way: set[Future[list[PolicyReply]]] = set()
+        self._at_close: list[Callable[[], object]] = []
+        self.history = ResponseHistory()
+        self._entered = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Counts a request while the `with` block runs.
+
+        Raises:
+            TooManyRequests: `AT_ONCE` requests are under way.
+        """
+        if self._entered >= AT_ONCE:
+            raise TooManyRequests(f"{AT_ONCE} requests of this trajectory are under way; send fewer at once")
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._entered -= 1
+
+    def submit(self, request: ChatRequest | TokenRequest) -> Future[list[PolicyReply]]:
+        """Starts a request in the loop of the rollouts and returns the future of its replies. Cancelling the future
+        cancels the session's method."""
+        work = self._answer(request)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise SessionEnded(ENDED) from error
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        if self._ended:
+            future.cancel()
+        return future
+
+    async def _answer(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
+        if self._ended:
+            raise SessionEnded(ENDED)
+        if isinstance(request, ChatRequest):
+            return await self._session.chat(request)
+        return [await self._session.continue_tokens(request)]
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Calls the function when the door is closed; calls it at once if the door is already closed."""
+        self._at_close.append(function)
+        if self._ended:
+            function()
+
+    def close(self) -> None:
+        """Refuses further requests and cancels the requests under way. Called in the loop of the rollouts, `close`
+        also keeps submitted requests from starting."""
+        self._ended = True
+        for future in list(self._under_way):
+            future.cancel()
+        for function in list(self._at_close):
+            function()
+
+
+def replies_of(future: asyncio.Future[list[PolicyReply]]) -> list[PolicyReply]:
+    """Returns the replies of a finished request.
+
+    Raises:
+        RequestError: The session refuses the request; `SessionEnded` after the end of the door, `PolicyFault` for any
+            other exception.
+    """
+    try:
+        return future.result()
+    except RequestError:
+        raise
+    except asyncio.CancelledError as error:
+        raise SessionEnded(ENDED) from error
+    except Exception as error:  # the session reports it with the trajectory
+        raise PolicyFault("the policy cannot answer; the run reports why") from error

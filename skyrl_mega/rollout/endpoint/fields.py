@@ -1,0 +1,129 @@
+"""Reading of the fields of a request's JSON. Every function raises `BadRequest`, naming the field."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from skyrl_mega.common.safe_read import Malformed
+from skyrl_mega.common.values import shown
+from skyrl_mega.envs.base import ROLES, Message
+from skyrl_mega.envs.tool_calls import calls_of
+from skyrl_mega.rollout.endpoint.requests import BadRequest
+
+MOST_REPLIES = 16
+"""Most replies of a request (`n`)."""
+MOST_STOPS = 16
+"""Most strings of `stop`."""
+MOST_IGNORED, LONGEST_NAME = 32, 64
+"""Most reported names of ignored parameters, and most characters of a name: both come from the agent."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part with text → field with the text."""
+ALLOWED_ROLES = ", ".join(ROLES)
+
+
+def mapping(value: Any, place: str) -> Mapping[str, Any]:
+    """Returns a JSON object unchanged."""
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"{place}: {shown(value)} is not an object")
+    return value
+
+
+def items(value: Any, place: str) -> list[Mapping[str, Any]]:
+    """Returns the objects of a list; [] for None."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(f"{place}: {shown(value)} is not a list")
+    return [mapping(item, f"{place}[{index}]") for index, item in enumerate(value)]
+
+
+def string(value: Any, place: str) -> str:
+    """Returns a text unchanged."""
+    if not isinstance(value, str):
+        raise BadRequest(f"{place}: {shown(value)} is not a string")
+    return value
+
+
+def number(value: Any, place: str, most: int | None = None) -> int | None:
+    """Returns a whole number from 1 to `most`; None for None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
+        raise BadRequest(f"{place}: {shown(value)} is not a whole number from 1{f' to {most}' if most else ''}")
+    return value
+
+
+def stops(value: Any, place: str = "stop") -> tuple[str, ...]:
+    """Returns the stop strings of a request, given as a string, a list or None."""
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
+        raise BadRequest(f"{place}: {shown(value)} is not a list of strings that are not empty")
+    if len(strings) > MOST_STOPS:
+        raise BadRequest(f"{place}: at most {MOST_STOPS} strings")
+    return tuple(strings)
+
+
+def text_of(content: Any, place: str) -> str:
+    """Returns the text of a message's content: a string, None, or a list of text parts. Parts are joined by a line end,
+    as by vLLM."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(items(content, place)):
+        kind = part.get("type", "text")
+        if kind not in TEXT_PARTS:
+            raise BadRequest(f"{place}[{index}]: the policy reads only text, not {shown(kind)}")
+        texts.append(string(part.get(TEXT_PARTS[kind]), f"{place}[{index}].{TEXT_PARTS[kind]}"))
+    return "\n".join(texts)
+
+
+def tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Returns tool calls in the form of chat templates, with arguments as mappings."""
+    try:
+        return calls_of({"tool_calls": calls})
+    except Malformed as error:
+        raise BadRequest(f"{place}.tool_calls: {error}") from error
+
+
+def assistant(content: str, calls: list[dict[str, Any]], reasoning: str = "") -> Message:
+    """Returns an assistant message in the form of chat templates."""
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def call(id: Any, name: Any, arguments: Any, place: str) -> dict[str, Any]:
+    """Returns a tool call in the form of chat templates, from the arguments as mapping or JSON text."""
+    return tool_calls([{"id": id, "function": {"name": name, "arguments": arguments}}], place)[0]
+
+
+def tool(entry: Mapping[str, Any], schema: str, place: str) -> dict[str, Any]:
+    """Returns an offered tool in the form of chat templates.
+
+    Args:
+        entry: Object with `name`, `description` and the parameters' schema.
+        schema: Key of the schema.
+        place: Place of the object in the request, for errors.
+    """
+    function: dict[str, Any] = {"name": string(entry.get("name"), f"{place}.name")}
+    if entry.get("description") is not None:
+        function["description"] = string(entry["description"], f"{place}.description")
+    if entry.get(schema) is not None:
+        function["parameters"] = dict(mapping(entry[schema], f"{place}.{schema}"))
+    return {"type": "function", "function": function}
+
+
+def ignored(body: Mapping[str, Any], followed: Collection[str], further: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns the names of all given parameters without effect on the run.
+
+    Args:
+        body: Parameters; None counts as not given.
+        followed: Names of parameters with their usual effect, or without any effect at all.
+        further: Further ignored names.
+    """
+    names = {name for name, value in body.items() if value is not None and name not in followed}
+    return tuple(name[:LONGEST_NAME] for name in sorted(names.union(further))[:MOST_IGNORED])
