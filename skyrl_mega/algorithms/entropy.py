@@ -36,8 +36,8 @@ class EntropyCoefficient:
         return bool(self.config.coefficient) or self.config.target is not None
 
     def update(self, entropy: float) -> None:
-        """Stores the entropy of a finished step, in nats per token; with a target also raises or lowers the
-        coefficient."""
+        """Stores the entropy of a finished step, in nats per token. With a target also raises the coefficient by
+        `entropy.step` if the entropy is at most the target, else lowers it, within its bounds."""
         self.entropy = entropy
         if self.config.target is None:
             return
@@ -49,6 +49,7 @@ class EntropyCoefficient:
         return {"coefficient": self.coefficient, "entropy": self.entropy}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint's state; without a target the coefficient stays as configured, which may be new."""
+        """Restores the result of `state`. Without a target does nothing: the coefficient stays as configured, which
+        may be new."""
         if self.config.target is not None:
             self.coefficient, self.entropy = state["coefficient"], state["entropy"]

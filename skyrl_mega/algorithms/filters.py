@@ -23,6 +23,8 @@ def informative_groups(rewards_GN: Tensor, judged_GN: Tensor | None = None, tole
 
         max(r) - min(r) > tolerance        over the judged samples, by more than rounding
 
+    False for a group with a single judged sample, or none.
+
     Args:
         rewards_GN: float [G, n].
         judged_GN: bool [G, n], the samples to compare; None: all.

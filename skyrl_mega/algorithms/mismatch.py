@@ -38,11 +38,11 @@ ERROR = 10 ** (0.5 / PER_DECADE) - 1
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """Returns a micro-batch's number of compared tokens, and sums and maximum of their log-prob distances, without
-    gradient; {} without `rollout_L`.
+    gradient; {} without `rollout_L`. The keys are `COUNT`, `WITHIN` and the values of `TOTALS` and `PEAKS`.
 
-    Contains |engine - policy|; estimates k1 and k3 of KL(engine ‖ policy), as the engine sampled the tokens; and
-    `mismatch_within`, int64 [len(EDGES)], the number of tokens with at most each distance. Everything stays on the
-    device, without synchronisation.
+    Compares `rollout_L` and `old_L` of the counting tokens sampled by the engine: |engine - policy|; estimates k1 and
+    k3 of KL(engine ‖ policy); and `mismatch_within`, int64 [len(EDGES)], the number of tokens with at most each
+    distance. Everything stays on the device, without synchronisation.
     """
     if inputs.rollout_L is None:
         return {}
@@ -68,7 +68,8 @@ def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics `mismatch/…` of an RL step from the sums (`mismatch_sums`) of its optimizer steps: mean, 99th
     percentile and maximum of the distance, KL, and the share of far tokens.
 
-    Entry i of `mismatch_within` is stored as `mismatch_within.<i>`. All metrics are 0 without tokens.
+    Every element of `updates` must have all keys of `mismatch_sums`, with entry i of `mismatch_within` as
+    `mismatch_within.<i>`; other keys are ignored. All metrics are 0 without tokens.
     """
     updates = list(updates)
     tokens = sum(sums[COUNT] for sums in updates)

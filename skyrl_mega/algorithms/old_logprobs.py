@@ -11,11 +11,11 @@ MEASURED = frozenset({"old_logprobs", "old_entropy", "old_squares"})
 
 
 def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Returns the names of the columns that advantages or the selection of tokens read. The driver fetches these
-    columns from the ranks.
+    """Returns the names of the columns that advantages or the selection of tokens read, perhaps none. The driver
+    fetches these columns from the ranks.
 
     Raises:
-        UserError: The estimator cannot be found.
+        UserError: The estimator cannot be found or imported.
     """
     return columns_needed(algorithm) | needs(algorithm)
 
@@ -31,6 +31,6 @@ def pass_needed(algorithm: AlgorithmConfig, updates: int) -> bool:
         updates: Number of optimizer steps per RL step.
 
     Raises:
-        UserError: The estimator cannot be found.
+        UserError: The estimator cannot be found or imported.
     """
     return (updates > 1 and algorithm.old_logprobs == "policy") or bool(columns(algorithm) & MEASURED)

@@ -39,10 +39,10 @@ def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
 def clipped_by_covariance(
     covariance_P: Tensor, *, share: float, low: float, high: float, seed: Sequence[int]
 ) -> Tensor:
-    """Returns the tokens of Clip-Cov (arXiv:2505.22617, equation 11): bool [P].
+    """Returns True for the tokens of Clip-Cov (arXiv:2505.22617, equation 11): bool [P], on the CPU as `covariance_P`.
 
-    Draws `share` of all tokens, at least 1, at random from the tokens with a covariance from `low` to `high`; all of
-    these if they are fewer.
+    Draws `share` of all P tokens, rounded down but at least 1, at random from the tokens with a covariance from `low`
+    to `high`; all of these if they are fewer, so none if there are none. Equal seeds draw equally.
     """
     candidates = ((covariance_P >= low) & (covariance_P <= high)).nonzero()[:, 0]
     count = min(max(int(share * len(covariance_P)), 1), len(candidates))
@@ -53,13 +53,14 @@ def clipped_by_covariance(
 
 
 def punished_by_covariance(covariance_P: Tensor, *, share: float) -> Tensor:
-    """Returns the tokens of KL-Cov (arXiv:2505.22617, equation 12): bool [P], the `share` with the highest covariance,
-    at least 1."""
+    """Returns True for the tokens of KL-Cov (arXiv:2505.22617, equation 12): bool [P], the `share` of tokens with the
+    highest covariance, rounded down but at least 1; ties go to the first."""
     return _highest(covariance_P, max(int(share * len(covariance_P)), 1))
 
 
 def high_entropy(entropy_P: Tensor, *, share: float) -> Tensor:
-    """Returns the `share` of tokens with the highest entropy, rounded up (arXiv:2506.01939, section 5): bool [P]."""
+    """Returns True for the `share` of tokens with the highest entropy, rounded up; ties go to the first
+    (arXiv:2506.01939, section 5): bool [P]."""
     return _highest(entropy_P, math.ceil(share * len(entropy_P)))
 
 

@@ -28,7 +28,7 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
 
 
 def without_truncated(mask_T: Tensor, lengths_N: Tensor, truncated_N: Tensor) -> Tensor:
-    """Returns the loss mask [T] with every token of a truncated trajectory set to 0 (overlong filtering).
+    """Returns a new loss mask [T] with every token of a truncated trajectory set to 0 (overlong filtering).
 
     These tokens must also leave the loss's denominator, so apply this before `token_weights`.
 

@@ -43,7 +43,7 @@ def token_weights(
         lengths_N: Tokens of each sequence; sum(lengths) = T.
         mode: `algorithm.loss_mean`.
         samples: `algorithm.loss_mean_samples`; only for micro_batches.
-        groups_G: Sequences of each prompt's group; only for prompts.
+        groups_G: Number of sequences of each prompt's group, in order; sum(groups) = N. Only for prompts.
         length: `algorithm.loss_mean_length`; only for constant.
 
     Returns:
@@ -67,6 +67,7 @@ def sequence_weights(
     length: int | None = None,
 ) -> Tensor:
     """Returns the weight of a single counting token of each sequence: float64 [N]. `token_weights` has the formulae.
+    The weight of a sequence without counting tokens is finite, but has no meaning.
 
     Args:
         tokens_N: float64: number of counting tokens per sequence.
@@ -98,7 +99,7 @@ def averages(metrics: dict[str, float], algorithm: AlgorithmConfig, total: float
     """Returns a mini-batch's metrics as means over the counting tokens: divides the metrics in `MEANS` by `total`.
 
     Metrics arrive weighted like the loss. These weights do not sum to 1 with `loss_mean=constant`, or with
-    `loss_mean=micro_batches` if a group is empty. With another `loss_mean`, all metrics are unchanged.
+    `loss_mean=micro_batches` if a group is empty. With another `loss_mean`, or `total` 0, returns `metrics` itself.
 
     Args:
         metrics: Sums over the mini-batch of the loss's metrics; other metrics are unchanged.

@@ -60,7 +60,7 @@ def advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
         [N], a value per trajectory, or [T], a value per token (`estimate`); in the dtype of the rewards.
 
     Raises:
-        UserError: As in `estimate`.
+        UserError, ValueError: As in `estimate` and `whiten`.
     """
     return whiten(estimate(inputs, algorithm), inputs, algorithm).to(inputs.rewards_N.dtype)
 
@@ -72,8 +72,9 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
         float64 [N], a value per trajectory; [T], a value per token, for estimators marked with `per_token`.
 
     Raises:
-        UserError: The name is unknown, the import path leads nowhere, or a user-defined estimator returns another
-            shape.
+        UserError: The estimator cannot be found or imported (`find`), returns another shape, or refuses the inputs
+            (maxrl, a negative reward).
+        ValueError: Inputs of the estimator are missing. Errors in a user-defined estimator pass through unchanged.
     """
     estimator = find(algorithm.advantage)
     estimated = estimator(inputs, algorithm)
@@ -89,8 +90,13 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Returns the result of `estimate`, whitened as set in `algorithm.whiten` (unchanged with `none`): float64, same
-    shape."""
+    """Returns the result of `estimate`, whitened as set in `algorithm.whiten` (`none`: `estimated` itself): float64,
+    same shape.
+
+    Raises:
+        UserError: The estimator cannot be found or imported.
+        ValueError: As in `apply_whitening`: lengths are needed, and `inputs.tokens_N` is None.
+    """
     return apply_whitening(estimated, inputs, algorithm.whiten, tokens=is_per_token(algorithm))
 
 
@@ -101,7 +107,8 @@ def find(name: str) -> Estimator:
         name: A key of `ADVANTAGES`, or an import path such as `file.py:function`, which is imported.
 
     Raises:
-        UserError: The name is unknown, the import path leads nowhere, or the function does not accept two arguments.
+        UserError: The name is unknown, the import fails (also if the user's code raises), or the function does not
+            accept two arguments.
     """
     estimator: Estimator = imports.function_by_name(name, ADVANTAGES, "algorithm.advantage", TAKES)
     if isinstance(estimator, PerToken):
@@ -113,7 +120,7 @@ def is_per_token(algorithm: AlgorithmConfig) -> bool:
     """Returns True if the estimator in `algorithm.advantage` has a separate advantage for each token.
 
     Raises:
-        UserError: The estimator cannot be found.
+        UserError: The estimator cannot be found or imported.
     """
     return isinstance(find(algorithm.advantage), PerToken)
 
@@ -121,10 +128,10 @@ def is_per_token(algorithm: AlgorithmConfig) -> bool:
 def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Returns the columns of the batch (keys of `NEEDS`) that the estimator or KL in the reward reads.
 
-    The training loop computes these columns before the advantages.
+    Empty if neither reads any. The training loop computes these columns before the advantages.
 
     Raises:
-        UserError: The estimator cannot be found.
+        UserError: The estimator cannot be found or imported.
     """
     estimator = find(algorithm.advantage)
     needed = estimator.needs if isinstance(estimator, PerToken) else frozenset()
@@ -133,9 +140,10 @@ def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 def check(algorithm: AlgorithmConfig) -> None:
     """Checks before any process starts that the estimator of the settings exists and that its inputs will be available.
+    A user-defined estimator is imported, but not called.
 
     Raises:
-        UserError: The estimator cannot be found, or needs a critic or a reference that is not configured.
+        UserError: The estimator cannot be found or imported, or needs a critic or a reference that is not configured.
     """
     if CRITICS in needs(algorithm) and not algorithm.advantage_traits.critic:
         raise UserError(

@@ -199,13 +199,14 @@ def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
 
 
 def sums_of(values_M: Tensor, group_M: Tensor) -> Tensor:
-    """Returns for each value the sum of all values of its group: [M]. Groups are int64, counted from 0."""
+    """Returns for each value the sum of all values of its group: [M], in the dtype of the values. Groups are int64,
+    counted from 0."""
     groups = int(group_M.max()) + 1 if len(group_M) else 0
     return values_M.new_zeros(groups).index_add(0, group_M, values_M)[group_M]
 
 
 def discounted(values_T: Tensor, sequence_T: Tensor, gamma: float) -> Tensor:
-    """Returns Σ γ^k x_{t+k} over the rest of the same sequence: [T].
+    """Returns Σ γ^k x_{t+k} over the rest of the same sequence, token t included: a new tensor [T].
 
     Each pass doubles the range of the sums, so the number of passes is log2 of the longest sequence.
 

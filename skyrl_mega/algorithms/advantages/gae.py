@@ -21,13 +21,14 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     t + 1 is the policy's next token in the trajectory, even if it belongs to the next answer: text of the environment
     in between is part of the state and takes no time. After a trajectory's last token V and A are 0.
 
-    γ is `algorithm.gamma`.
+    γ is `algorithm.gamma`, λ is `algorithm.gae.lam`.
 
     Returns:
         float64 [T], before whitening. The critic's returns are these advantages plus the values.
 
     Raises:
         ValueError: The critic's values are missing.
+        UserError: The tokens (`token_inputs`) are missing.
     """
     token, gamma, lam = inputs.token, algorithm.gamma, algorithm.gae.lam
     if token.values_T is None:

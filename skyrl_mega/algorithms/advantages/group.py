@@ -14,7 +14,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Returns GRPO advantages [N] (arXiv:2402.03300, section 4.1.2); 0 in a group with equal rewards.
+    """Returns GRPO advantages [N] (arXiv:2402.03300, section 4.1.2); 0 in a group with equal rewards, or of one sample.
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)     with `algorithm.normalize`; std divides by n - 1
     A_i =  r_i - mean(r)                        without (Dr. GRPO, arXiv:2503.20783)
@@ -40,7 +40,7 @@ def opo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
         A_i = r_i - Σ l_j r_j / Σ l_j        l_j: tokens written by the policy
 
-    0 in a group with equal rewards. See arXiv:2505.23585, equation 9.
+    0 in a group with equal rewards, or of one sample. See arXiv:2505.23585, equation 9.
 
     Raises:
         ValueError: The numbers of tokens, `tokens_N`, are missing.
@@ -53,6 +53,8 @@ def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
     """Returns advantages [N] for the best reward of a group (arXiv:2503.19595, leave-one-out baseline).
 
     A_i = max(r) - max(r_j, j ≠ i)        nonzero only for a single best sample: its lead over the second best
+
+    0 in a group of one sample.
     """
     count = int(inputs.group.max()) + 1 if len(inputs.group) else 0
     low = inputs.r.new_full((count,), -torch.inf)
@@ -67,6 +69,8 @@ def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
     """Returns MaxRL advantages [N], as in SkyRL: with more samples, closer to maximum likelihood than the mean reward.
 
         A_i = (r_i - mean(r)) / (mean(r) + 1e-6)        for rewards of at least 0
+
+    0 in a group with equal rewards, or of one sample.
 
     Raises:
         UserError: A reward is negative: dividing by such a mean would turn better into worse.
@@ -87,7 +91,7 @@ def gpg(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
         A_i = N / (N - M) · (r_i - mean(r))        M of the step's N trajectories are in groups with equal rewards
 
-    GPG's loss is -A log π, with the same gradient as `loss=ppo` in the first optimizer step.
+    All 0 if M = N. GPG's loss is -A log π, with the same gradient as `loss=ppo` in the first optimizer step.
     """
     alpha = len(inputs.r) / max(int(inputs.varied.sum()), 1)
     return (alpha * inputs.centred()).to(inputs.rewards_N.dtype)

@@ -21,9 +21,9 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
         A_i = Σ_k w_k (r_ik - mean(r_k)) / (std(r_k) + 1e-6)        in the group, w from `algorithm.reward_weights`
         Â_i = (A_i - mean(A)) / (std(A) + 1e-6)                     over the step's trajectories
 
-    std divides by n - 1. A reward with equal values in the whole group adds exactly 0. mean(A) is 0,
-    because each group sums to 0. With a single unnamed reward this is GRPO, normalised a second time. Rewards that
-    cancel leave rounding, which is set to 0.
+    std divides by n - 1. A reward without an entry in `algorithm.reward_weights` has weight 1. A reward with equal
+    values in the whole group adds exactly 0. mean(A) is 0, because each group sums to 0. With a single unnamed reward
+    this is GRPO, normalised a second time. Rewards that cancel leave rounding, which is set to 0.
 
     Returns:
         [N], in the dtype of the rewards; 0 for all trajectories if all A are 0.

@@ -44,7 +44,8 @@ def find(name: str) -> Loss:
         name: A key of `LOSSES`, an import path such as `file.py:function`, or "supervised".
 
     Raises:
-        UserError: The name is unknown, the import path leads nowhere, or the function does not accept two arguments.
+        UserError: The name is unknown, the import fails (also if the user's code raises), or the function does not
+            accept two arguments.
     """
     if name == SUPERVISED:
         return supervised
@@ -53,14 +54,15 @@ def find(name: str) -> Loss:
 
 
 def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None) -> None:
-    """Checks before any process starts that the loss exists and, if it is user-defined, that it works.
+    """Checks before any process starts that the loss exists and, if it is user-defined, that it works on a few tokens.
 
     Args:
         algorithm: The settings of the loss.
-        asynchrony: Decides if tokens may come from older weights; None if never.
+        asynchrony: Decides if tokens may come from older weights; then a user-defined loss must read the engine's
+            log-probs. None: never.
 
     Raises:
-        UserError: The loss is unknown or invalid.
+        UserError: The loss is unknown, cannot be imported, is "supervised", or fails on these tokens.
     """
     if algorithm.loss == SUPERVISED:
         raise UserError(

@@ -25,7 +25,7 @@ Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Metrics]]
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
-    """Returns log π(token) - log π_old(token) [L], 0 for tokens with weight 0."""
+    """Returns log π(token) - log π_old(token) [L], differentiable, not clamped; 0 for tokens with weight 0."""
     return inputs.clean(inputs.logprobs_L) - inputs.clean(inputs.old_L.detach())
 
 
@@ -35,7 +35,7 @@ def ratio_metrics(inputs: LossInputs, ratio_L: Tensor, clipped_L: Tensor) -> Met
 
     Args:
         inputs: The tokens.
-        ratio_L: The loss's version of π / π_old.
+        ratio_L: The loss's version of π / π_old; finite also at tokens with weight 0.
         clipped_L: bool, True for tokens with a ratio of no or reduced effect.
     """
     logprobs_L, old_L = inputs.clean(inputs.logprobs_L.detach()), inputs.clean(inputs.old_L.detach())
@@ -50,7 +50,8 @@ def clipped_surrogate(
     inputs: LossInputs, ratio_L: Tensor, low: float, high: float, dual_clip: float | None
 ) -> tuple[Tensor, Metrics]:
     """Returns PPO's unweighted loss of every token [L], and the metrics ratio, clip_fraction, kl_old and
-    dual_clip_fraction. `dual_clip` is c; None: no dual clip, and no dual_clip_fraction.
+    dual_clip_fraction. `dual_clip` is c; None: no dual clip, and no dual_clip_fraction. `ratio_L` is finite also at
+    tokens with weight 0 (`log_ratio`).
 
     L_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO arXiv:1707.06347 (7), DAPO arXiv:2503.14476 (10)
     L_t =  min(L_t, -c A_t) where A_t < 0                     dual clip, arXiv:1912.09729
@@ -75,9 +76,9 @@ def total(inputs: LossInputs, losses_L: Tensor, metrics: Metrics, algorithm: Alg
 
         w_t   `weights_L`, the averaging of `algorithm.loss_mean`
         v_t   `kl_weights_L`, the averaging of `kl.mean`; w_t if `kl.mean` is loss
-        L_t   `losses_L`; 0 outside of `high_entropy_L`, if given (arXiv:2506.01939)
+        L_t   `losses_L`, finite at every token; 0 outside of `high_entropy_L`, if given (arXiv:2506.01939)
         ρ_t   factor against the mismatch between engine and policy (`correction`)
-        H_t   the policy's entropy in nats; c is the entropy bonus's coefficient
+        H_t   the policy's entropy in nats; c is `figures.entropy_coefficient`, if None `entropy.coefficient`
         KL_t  estimate of `kl.estimator`; times π_t / π_old,t with `kl.unbiased` (arXiv:2512.02556, equation 7)
 
     The KL term is present only if `kl.where` is loss and `reference_L` is given.

@@ -29,7 +29,8 @@ def correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor |
     """Returns the factor of every token's loss, without gradient: [L], or None without a correction; and its metrics.
 
     The factor is the importance weight, and 0 for rejected tokens, which stay in the denominator of the loss's mean.
-    Metrics: importance_weight, importance_clipped_fraction, rejected_fraction, outlier_fraction, off_policy_fraction.
+    Metrics: importance_weight, importance_clipped_fraction, rejected_fraction, outlier_fraction, off_policy_fraction;
+    only of the parts that are on. All parts but ratios per token need `sequence_L`.
 
     Raises:
         ValueError: The engine's log-probs are missing.
@@ -64,8 +65,8 @@ def importance_mean(inputs: LossInputs, algorithm: AlgorithmConfig) -> float:
     are 0.
 
     Args:
-        inputs: All tokens of the mini-batch, with `rollout_L`.
-        algorithm: The settings of ρ, the importance weight.
+        inputs: All tokens of the mini-batch, with `rollout_L`, and `figures` as by default.
+        algorithm: The settings of ρ, the importance weight; `importance_cap` is set.
     """
     assert inputs.rollout_L is not None
     gap_L = inputs.clean(inputs.old_L.detach()) - inputs.clean(inputs.rollout_L.detach())

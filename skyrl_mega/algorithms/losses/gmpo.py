@@ -21,10 +21,13 @@ def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
 
     So the clip bounds d_t only from the side that the advantage pushes to, as in PPO. With `loss_mean=sequences` and a
     single answer per trajectory this equals the paper's loss. `total` adds the mismatch correction, the entropy bonus
-    and the KL term.
+    and the KL term. Needs `sequence_L`.
 
     Returns:
-        The loss, and the metrics.
+        The loss of the micro-batch (scalar, summed over tokens) and the metrics.
+
+    Raises:
+        ValueError: As in `total`: required log-probs or the entropy are missing.
     """
     d_L = log_ratio(inputs)
     advantages_L = inputs.clean(inputs.advantages_L)

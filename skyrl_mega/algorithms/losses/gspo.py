@@ -18,7 +18,7 @@ def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     With `sequence_unit: trajectory`, y is all answers of a trajectory. The ratio is clipped to [1 - gspo.clip_low, 1 +
     gspo.clip_high] as a whole, so all tokens of an answer count or none, if their advantages have one sign. With
     `loss_mean=sequences` and a single answer per trajectory the loss is equation 5; see `clipped_surrogate` for
-    `dual_clip`, and `total` for further terms.
+    `dual_clip`, and `total` for further terms. Needs `sequence_L`.
 
     Returns:
         The loss of the micro-batch (scalar, summed over tokens) and the metrics.

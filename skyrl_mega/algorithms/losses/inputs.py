@@ -80,15 +80,13 @@ class LossInputs:
 
     def mean(self, values_L: Tensor) -> Tensor:
         """Returns Σ w_t v_t over the tokens of `weights_L`, a scalar without gradient: this micro-batch's part of a
-        mean over the mini-batch."""
+        mean over the mini-batch. NaN at a token with weight 0 makes the result NaN (`clean`)."""
         return (self.weights_L * values_L).detach().sum()
 
     def sequence_mean(self, values_L: Tensor) -> Tensor:
         """Returns for each counting token the mean of the values over all counting tokens of its sequence: [L],
-        differentiable. Needs `sequence_L`.
-
-        The values at other tokens may be NaN; the result there is finite but has no meaning. 0 everywhere if no token
-        counts.
+        differentiable. At other tokens the values may be NaN, and the result is finite but has no meaning; 0 everywhere
+        if no token counts. Needs `sequence_L`.
 
         Under context parallelism all ranks of the group must call this and use the result in the same way.
         """

@@ -14,6 +14,9 @@ def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics
 
     The ratio r_t = π(token) / π_old(token) is clipped to [1 - clip_low, 1 + clip_high]. See `clipped_surrogate` and
     `total` for the formulae.
+
+    Raises:
+        ValueError: As in `total`: required log-probs or the entropy are missing.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip

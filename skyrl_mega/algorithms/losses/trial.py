@@ -54,7 +54,7 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
         algorithm: Settings passed to the loss.
 
     Raises:
-        UserError: A check failed.
+        UserError: A check failed, or the loss raises.
     """
     every = range(len(ANSWERS))
     try:
