@@ -41,7 +41,9 @@ def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
         algorithm: Names the estimator.
 
     Raises:
-        ValueError: The lengths of a trajectory's answers contradict the trajectory's mask.
+        ValueError: The lengths of a trajectory's answers contradict the trajectory's mask, or a reward is NaN or
+            infinite.
+        UserError: As in `algorithms.advantages.estimate`, for example for an unknown estimator.
     """
     judged, per_token, rewards = batch.judged, is_per_token(algorithm), batch.rewards
     if batch.penalty is not None:
@@ -106,24 +108,29 @@ def _judged_tokens(batch: Batch) -> Tensor:
 
 
 def follow_from_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Returns True if advantages follow from rewards and lengths alone, before any log-probs or values are known."""
+    """Returns True if advantages follow from rewards and lengths alone, before any log-probs or values are known.
+
+    Raises:
+        UserError: The estimator cannot be found or imported.
+    """
     return not is_per_token(algorithm) and not needs(algorithm)
 
 
 def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a mini-batch may have a gradient other than 0. Otherwise an optimizer step would move the weights
-    only by Adam's moments and weight decay.
+    only by Adam's moments and weight decay. A load-balancing loss of a router, an entropy bonus, a KL term or some
+    losses give a gradient even to tokens with advantage 0.
 
     Args:
-        counts_S: Number of tokens in the loss of each sample.
-        learning_S: `Advantages.learning` of each sample.
+        counts_S: Number of tokens in the loss of each sample of the mini-batch.
+        learning_S: `Advantages.learning` of each sample of the mini-batch.
         algorithm, moe: The settings.
     """
     return bool((counts_S if moe.aux_loss or _learns_without_advantage(algorithm) else learning_S).any())
 
 
 def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> Tensor:
-    """Returns the samples of a mini-batch with a gradient of exactly 0: bool [S].
+    """Returns True for the samples of a mini-batch with a gradient of exactly 0: bool [S].
 
     A router's load-balancing loss counts all tokens, so with this loss no sample is silent.
 

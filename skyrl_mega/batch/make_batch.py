@@ -110,11 +110,11 @@ class Batch:
 
     def mini_batch_tokens(self, minis: list[Samples], advantages: list[Tensor]) -> list[Sequences]:
         """Returns the sequences of each mini-batch as views of `tokens`, with the columns of `tokens` and of the
-        mini-batch, and the column `advantages`. Call `read_tokens` first.
+        mini-batch, and the column `advantages`; `tokens` itself gets no column. Call `read_tokens` first.
 
         Args:
             minis: All mini-batches of the step, in order.
-            advantages: A value per token of each mini-batch, [T].
+            advantages: For each mini-batch a value per token, [T].
         """
         first, views = 0, []
         for mini, advantages_T in zip(minis, advantages, strict=True):
@@ -128,7 +128,11 @@ class Batch:
 
 def needs_tokens(config: Config) -> bool:
     """Returns True if the driver needs tokens: for advantages or a selection of tokens, a critic, KL in the reward, or
-    the check of an engine's routes."""
+    the check of an engine's routes.
+
+    Raises:
+        UserError: The estimator cannot be found or imported.
+    """
     algorithm = config.algorithm
     by_token = has_critic(config) or is_per_token(algorithm) or bool(columns(algorithm))
     return by_token or config.policy.moe.replay == "rollout"
@@ -138,7 +142,7 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Reads no token.
 
     Args:
-        groups: The groups of the step.
+        groups: The groups of the step; greedy answers only give the baseline, not samples.
         algorithm: Defines length shaping, the filter of truncated trajectories and the weights of named rewards.
         rollout: Defines the cut into samples and the longest response.
     """
@@ -208,8 +212,8 @@ def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) 
 
 
 def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -> list[Samples]:
-    """Cuts an RL step's batch into mini-batches of `groups` whole groups for the optimizer steps, with final token
-    weights.
+    """Cuts an RL step's batch into mini-batches of `groups` whole groups for the optimizer steps, in order, with final
+    token weights as the column `weights`. Returns [] for a batch without groups. `batch` stays unchanged.
 
     If `loss_mean` counts sequences or samples, a trajectory counts once, cut or not. A KL term with a separate mean
     gets the column `kl_weights`; `algorithm.sequence_unit: trajectory` adds the column `sequences.TRAJECTORY`.

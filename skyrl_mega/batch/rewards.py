@@ -72,7 +72,8 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
 def rewards_by_name(played: Sequence[Trajectory], weights: Mapping[str, float]) -> dict[str, list[float]]:
     """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards.
 
-    Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `UNNAMED`.
+    Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `UNNAMED`, if any
+    trajectory has such reward.
 
     Args:
         played: The trajectories.

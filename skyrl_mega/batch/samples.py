@@ -105,7 +105,8 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
 
 
 def trained_tokens(t: Trajectory, sample: Sample) -> int:
-    """Returns the number of policy tokens trained on in a sample of the trajectory `t`."""
+    """Returns the number of policy tokens trained on in a sample of the trajectory `t`, even if `t` is filtered or
+    failed."""
     if (sample.trained_from, sample.end) == (0, t.length):
         return t.written
     spans = [(max(s.start, sample.trained_from), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
@@ -117,10 +118,11 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
 
     Args:
         batches: Samples; sequences are returned unchanged.
-        driver_columns: Includes the trajectories' `DRIVER_COLUMNS`.
+        driver_columns: True to include the trajectories' `DRIVER_COLUMNS`.
 
     Returns:
-        The sequences with the trajectories' columns, `drawn`, and `Samples.columns`.
+        For each of `batches`, in order, the sequences with the trajectories' columns (unless `bare`), `drawn` (if set),
+        and `Samples.columns`. A column absent from some trajectories is 0 there.
 
     Raises:
         RayError: A trajectory in the object store is lost.
@@ -136,7 +138,7 @@ def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor
     Args:
         sequences: Receives the columns.
         columns: Name → a value per sequence.
-        mask_T: Multiplies the columns in `WEIGHT_COLUMNS`.
+        mask_T: 1 for the policy's tokens, else 0: multiplies the columns in `WEIGHT_COLUMNS`.
     """
     for name, values in columns.items():
         of_tokens = sequences.per_token(values)
@@ -180,7 +182,8 @@ def sampled_by_engine(sequences: Sequences) -> Tensor:
     """Returns bool [T]: False for end tokens appended without an engine (`rollout.conversation: one_message`), else
     True.
 
-    Such a token ends a sample, with a NaN log-prob. Any other NaN is an engine fault and stays visible.
+    Such a token ends a sample, with a NaN log-prob. Any other NaN is an engine fault and stays visible. Needs the
+    column `rollout_logprobs`, and no empty sequence.
     """
     sampled = torch.ones(len(sequences.tokens), dtype=torch.bool)
     ends = sequences.lengths.cumsum(0) - 1

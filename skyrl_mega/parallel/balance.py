@@ -21,6 +21,9 @@ def balance_groups(
 
     Returns:
         `[rank][micro-batch][index of a sequence]`.
+
+    Raises:
+        ValueError: As in `balance`.
     """
     members: dict[int, list[int]] = {}
     for sequence, number in enumerate(group_of):
@@ -39,7 +42,8 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
     repeated. The number of micro-batches is the smallest reached by the two heuristics below. Tokens per rank are near
     the mean whenever the lengths allow.
 
-    A micro-batch is empty only if there are fewer sequences than micro-batches over all ranks.
+    A micro-batch is empty only if there are fewer sequences than micro-batches over all ranks. Without sequences every
+    rank gets `multiple` empty micro-batches.
 
     Args:
         lengths: Tokens of each sequence.

@@ -27,7 +27,11 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of the elements in both boxes of the same tensor, or None if the boxes share no element."""
+        """Returns the box of the elements in both boxes of the same tensor, or None if the boxes share no element.
+
+        Raises:
+            ValueError: The boxes differ in their number of dimensions.
+        """
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)

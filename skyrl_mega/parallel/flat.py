@@ -48,11 +48,12 @@ def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
 
 
 def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
-    """Returns the boxes of global tensors whose elements lie in the runs. Padding, which no piece covers, is left out.
+    """Returns the boxes of global tensors whose elements lie in the runs, in the order of the shard's pieces. Padding,
+    which no piece covers, is left out.
 
     Args:
         shard: The rank's shard.
-        runs: Local tensor → run of its elements; local tensors not listed are left out.
+        runs: Local tensor of the shard → run of its elements, may be empty; local tensors not listed are left out.
     """
     boxes = {param: list(run_boxes(shard.params[param], run)) for param, run in runs.items()}
     pieces = []

@@ -16,10 +16,11 @@ from skyrl_mega.trajectories.trajectory import ARRAYS, Trajectory, policy_texts
 
 def stored_tokens(t: Trajectory) -> Sequences:
     """Returns a trajectory's tokens as a single sequence (N = 1) with the columns `mask` (int8), `rollout_logprobs`
-    (float32) and all entries of `Trajectory.columns`.
+    (float32) and all entries of `Trajectory.columns`. Fetches remote arrays.
 
     Raises:
         ValueError: The number of a column's values differs from the number of tokens.
+        ClusterError: Remote arrays are lost.
     """
     stored = Sequences.of([np.asarray(t.tokens, np.int32)])
     stored.add("mask", Column(torch.from_numpy(np.array(t.mask, np.int8))))
@@ -36,10 +37,15 @@ def reference_to(t: Trajectory) -> Any:
 
 
 def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
-    """Returns a copy of a trajectory without the fields `ARRAYS`, and these fields as a `StoredTrajectory`.
+    """Returns a shallow copy of a trajectory without the fields `ARRAYS`, and these fields as a `StoredTrajectory`. The
+    trajectory itself stays unchanged; it must have no remote arrays yet.
 
     The caller stores the second with Ray and sets `remote_arrays.ref` of the copy to the reference (`attach_arrays`).
-    From then on, reading one of the fields of the copy fetches the stored arrays.
+    From then on, each reading of one of the fields of the copy fetches the stored arrays.
+
+    Raises:
+        ValueError: The number of a column's values differs from the number of tokens.
+        TypeError: Messages or tools contain a value unknown to JSON.
     """
     small = copy.copy(t)
     small.remote_arrays = RemoteArrays(

@@ -106,7 +106,7 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
 
     Args:
         path: The file. Its folder is created if only the last level is missing.
-        trajectories: The trajectories.
+        trajectories: The trajectories; none give a file without rows.
         columns: Includes `Trajectory.columns`, which may be many times larger than everything else
             (`telemetry.trajectory_columns`).
 
@@ -129,7 +129,7 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
     arrays never enter this process; waits for the task.
 
     Raises:
-        ClusterError: The arrays are lost, or writing took more than `WRITE_S` seconds.
+        ClusterError: The arrays or the task are lost, or writing took more than `WRITE_S` seconds.
         OSError: The file cannot be written.
     """
     if not any(t.remote_arrays for t in trajectories):
@@ -152,13 +152,20 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
 
 def read(path: Path) -> list[Trajectory]:
     """Reads all trajectories of a file, in the order of the rows. Values unknown to JSON come back as lists (tuples) or
-    strings (sets); `Trajectory.retries` is not stored and comes back as 0."""
+    strings (sets); `Trajectory.retries` is not stored and comes back as 0.
+
+    Raises:
+        OSError: The file is missing or cannot be read.
+        pyarrow.ArrowException: The file is not parquet, or its columns have other types.
+        TypeError, ValueError: The file was not written by `write`.
+    """
     return [t for some in read_some(path) for t in some]
 
 
 def read_some(path: Path) -> Iterator[list[Trajectory]]:
     """Yields a file's trajectories in lists of at most `PIECE`, in the order of the rows. The file is read piece by
-    piece, so that a caller storing each list elsewhere never holds all."""
+    piece, so that a caller storing each list elsewhere never holds all. Raises errors as `read`, during the iteration.
+    """
     rows = ds.dataset(path, schema=SCHEMA, format="parquet")
     for batch in rows.to_batches(batch_size=PIECE, batch_readahead=1, fragment_readahead=1):
         yield _of_table(pa.Table.from_batches([batch]))
@@ -175,7 +182,8 @@ def _of_table(table: pa.Table) -> list[Trajectory]:
 def read_steps(path: Path) -> list[list[list[TrajectoryStep]]]:
     """Reads only the column `steps` of a file and returns, for each group of samples, for each sample, its steps.
 
-    Greedy answers are left out. A prompt sampled twice gives two groups.
+    Greedy answers are left out. A prompt sampled twice gives two groups. Groups and samples are in the order of the
+    rows; [] without rows.
 
     Raises:
         ValueError: The file is not parquet, lacks a column, or contains impossible spans or seconds.
@@ -303,7 +311,7 @@ def _step(row: dict[str, Any]) -> TrajectoryStep:
 
 def texts(t: Trajectory) -> tuple[str, str]:
     """Returns two texts of the conversation: all messages before the policy's first message, and all messages from that
-    message on. A text of several messages gives each message's role."""
+    message on; "" without messages. A text of several messages gives each message's role. Fetches remote messages."""
     first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
     return _text(t.messages[:first]), _text(t.messages[first:])
 

@@ -48,7 +48,8 @@ class RemoteArrays:
     """Ray's reference to a `StoredTrajectory`; None until the caller of `by_reference.detach_arrays` sets it."""
 
     def fetch(self) -> dict[str, Any]:
-        """Fetches the arrays and returns field name of `Trajectory` → value, for all fields in `ARRAYS`.
+        """Fetches the arrays and returns field name of `Trajectory` → value, for all fields in `ARRAYS`. Every call
+        makes new values; only tensors in `columns` share Ray's memory and must not be written to.
 
         Raises:
             ClusterError: The arrays are lost.

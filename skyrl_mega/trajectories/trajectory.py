@@ -197,7 +197,7 @@ class Trajectory:
         return int(np.count_nonzero(_is_written(self.mask)))
 
     def tokens_by_version(self) -> list[int]:
-        """Returns the number of the policy's tokens for each entry of `versions`."""
+        """Returns the number of the policy's tokens for each entry of `versions`; [] if the policy produced nothing."""
         if self.remote_arrays is not None:
             return self.remote_arrays.tokens_by_version
         if not self.versions:  # the policy produced nothing
@@ -259,8 +259,8 @@ def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:
 
 
 def policy_texts(t: Trajectory) -> list[str]:
-    """Returns the policy's text in each turn of a trajectory; with remote arrays, long texts in the short form of
-    `remote_arrays.shortened`."""
+    """Returns the policy's text in each turn of a trajectory, in order; with remote arrays, long texts in the short
+    form of `remote_arrays.shortened`, without fetching."""
     if t.remote_arrays is not None:
         return t.remote_arrays.texts
     texts: list[str] = []
