@@ -58,7 +58,8 @@ def scales(amax: Tensor) -> Tensor:
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Returns weight / scale for every element of the shard, in E4M3, rounded to nearest even.
+    """Returns weight / scale for every element of the shard, in E4M3, rounded to nearest even. A quotient beyond E4M3's
+    range becomes NaN, as with scales of another matrix.
 
     Args:
         weight_SRC: See `block_amax`.
@@ -82,7 +83,8 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
 def dequantise(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Returns `numbers · scale` in `dtype`, contiguous; arguments and errors as in `quantise`."""
+    """Returns `numbers · scale` in `dtype`, contiguous, for float8_e4m3fn `numbers_SRC`; other arguments and errors as
+    in `quantise`."""
     _check(numbers_SRC, scales_SIJ, row0, col0)
     if numbers_SRC.is_cuda:
         from skyrl_mega.kernels import block_fp8_triton
@@ -92,7 +94,8 @@ def dequantise(
 
 
 def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `block_amax` in torch on any device, a row of blocks at a time: S·128·C elements of extra memory."""
+    """Computes `block_amax` in torch on any device, a row of blocks at a time: S·128·C elements of extra memory. Does
+    not check the arguments."""
     rows, columns = weight_SRC.shape[-2:]
     stack = weight_SRC.shape[:-2]
     of_column = _block_of(columns, col0, weight_SRC.device).expand(*stack, columns)
@@ -104,7 +107,8 @@ def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Te
 
 
 def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `quantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory."""
+    """Computes `quantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory.
+    Does not check the arguments."""
     of_column = _block_of(weight_SRC.shape[-1], col0, weight_SRC.device)
     inverse = 1.0 / scales_SIJ  # multiplication by the inverse: vLLM's rounding
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight_SRC.device)
@@ -117,8 +121,8 @@ def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, co
 def dequantise_reference(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Computes `dequantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra
-    memory."""
+    """Computes `dequantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory.
+    Does not check the arguments."""
     of_column = _block_of(numbers_SRC.shape[-1], col0, numbers_SRC.device)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers_SRC.device)
     for i, strip in enumerate(_strips(numbers_SRC.shape[-2], row0)):

@@ -19,7 +19,7 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
     """Computes `block_fp8.block_amax` on a GPU: the largest magnitude in the shard's part of every block touched,
-    float32 [I, J] or [S, I, J]."""
+    float32 [I, J] or [S, I, J]. Does not check the arguments."""
     weight, rows, columns, grid = _shape(weight_SRC, row0, col0)
     amax = torch.empty(grid, dtype=torch.float32, device=weight.device)
     _amax[grid](weight, amax, rows, columns, row0 % BLOCK, col0 % BLOCK, *weight.stride(), num_warps=WARPS)
@@ -27,7 +27,8 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `block_fp8.quantise` on a GPU: weight / scale in E4M3, of the weight's shape."""
+    """Computes `block_fp8.quantise` on a GPU: weight / scale in E4M3, of the weight's shape. Does not check the
+    arguments."""
     weight, rows, columns, grid = _shape(weight_SRC, row0, col0)
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     # The division is torch's, which is exact; Triton's own is not. Without fusion the product is rounded as in torch.
@@ -50,7 +51,8 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
 def dequantise(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Computes `block_fp8.dequantise` on a GPU: number · scale in `dtype`, of the numbers' shape."""
+    """Computes `block_fp8.dequantise` on a GPU: number · scale in `dtype`, of the numbers' shape. Does not check the
+    arguments."""
     numbers, rows, columns, grid = _shape(numbers_SRC, row0, col0)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers.device)
     _dequantise[grid](

@@ -62,7 +62,8 @@ def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Returns a copy of an array on a device. On CUDA the copy is asynchronous, through pinned memory.
+    """Returns an array as a tensor on a device: on CUDA an asynchronous copy, through pinned memory; on the CPU a view
+    of the array's memory.
 
     From other memory the host would wait for all work of the stream, without a time limit; a stream that waits for a
     vanished peer never ends.
@@ -104,10 +105,10 @@ class Boxes:
 
         Args:
             owners: The tensors, in the order of `Region.owner`, with the shapes and strides described by the regions.
-            flat: uint8 [at least nbytes], contiguous, 8-byte aligned on a GPU. Overwritten.
+            flat: uint8 [at least nbytes], contiguous, 8-byte aligned on a GPU. Bytes outside of all boxes stay.
 
         Raises:
-            ValueError: `flat` is no such buffer.
+            ValueError: `flat` is no such buffer, or on a GPU a box is of 2³¹ words or more.
         """
         self._check(flat)
         if self._table is None:
@@ -116,7 +117,8 @@ class Boxes:
             self._table.copy(owners, flat, pack=True)
 
     def unpack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box from the flat buffer into the tensors `owners`, the reverse of `pack`."""
+        """Copies every box from the flat buffer into the tensors `owners`, the reverse of `pack`, with the same
+        arguments and errors; `flat` stays unchanged."""
         self._check(flat)
         if self._table is None:
             unpack_reference(self.regions, owners, flat)
@@ -127,7 +129,10 @@ class Boxes:
         """Returns the 64-bit checksum (`checksum.checksum`) of every box in the tensors `owners`.
 
         Returns:
-            [regions] on the device; int64 with the bits of the unsigned checksums.
+            [regions] on the device, in the order of the regions; int64 with the bits of the unsigned checksums.
+
+        Raises:
+            ValueError: On a GPU a box is of 2³¹ words or more.
         """
         if self._table is None:
             return checksums_reference(self.regions, owners)

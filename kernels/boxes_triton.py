@@ -71,7 +71,8 @@ class Table:
         with a launch per word width.
 
         Raises:
-            ValueError: The buffer's address is not a multiple of 8 bytes.
+            ValueError: The buffer's address is not a multiple of 8 bytes, or a box is of 2³¹ words or more. The
+                buffer's size is not checked.
         """
         if flat.data_ptr() % WORD:
             raise ValueError("the flat buffer must begin at a multiple of 8 bytes; do not slice it at an odd place")

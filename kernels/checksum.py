@@ -26,7 +26,8 @@ _MASK = (1 << 64) - 1
 
 
 def checksum(box: Tensor) -> int:
-    """Returns the checksum of a box of any dtype, shape and strides, 0 … 2⁶⁴ - 1. Always computed on the CPU."""
+    """Returns the checksum of a box of any dtype, shape and strides, 0 … 2⁶⁴ - 1; 0 for an empty box. Always computed
+    on the CPU."""
     total, first = 0, 0
     for strip in _strips(box):
         # numpy, because torch multiplies 64-bit integers 20 times slower; a copy, because torch cannot resize storages

@@ -87,7 +87,8 @@ class Inputs:
             raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
 
     def columns(self, part: slice) -> Inputs:
-        """Returns the inputs for the columns `part` of this rank alone; the weight is a view."""
+        """Returns the inputs for the columns `part` of this rank alone, a slice with start and stop within the rank's
+        columns; the weight is a view."""
         valid = min(max(self.head.valid - part.start, 0), part.stop - part.start)
         head = replace(self.head, first=self.head.first + part.start, valid=valid)
         return replace(self, weight_vH=self.weight_vH[part], head=head)
@@ -205,7 +206,7 @@ def logit_gradients(
 
     Args:
         inputs, saved, grad_logprobs_T, grad_entropy_T: See `gradients`.
-        out_Tv: [T, v] for the v columns of `inputs`; overwritten.
+        out_Tv: [T, v] for the v columns of `inputs`, contiguous on a GPU; overwritten.
     """
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
@@ -227,16 +228,17 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def forward_bytes(tokens: int, columns: int, *, squares: bool = False) -> int:
-    """Returns the bytes of the partial sums, in half precision or float32.
+    """Returns the bytes of the partial sums, which are float32 for a model in half precision or float32.
 
-    This is the forward pass's memory, apart from a few numbers per token.
+    This is the forward pass's memory, apart from a few numbers per token. `columns` are this tensor rank's.
     """
     return 4 * (5 if squares else 4) * splits(columns) * tokens
 
 
 def backward_bytes(tokens: int, columns: int, hidden: int, itemsize: int) -> int:
     """Returns the bytes used by the backward pass besides the returned gradients: a chunk's logit gradients, and the
-    hidden states' gradient in float32."""
+    hidden states' gradient in float32. `columns` are this tensor rank's, `hidden` is the hidden width, and `itemsize`
+    the bytes of an element of the model."""
     return tokens * (chunk_columns(columns, hidden) * itemsize + hidden * 4)
 
 
