@@ -42,7 +42,8 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(path: Path) -> None:
-    """Writes the tokenizer, with chat template, into the directory `path`: tokenizer.json and tokenizer_config.json."""
+    """Writes the tokenizer, with chat template, into the existing directory `path`: tokenizer.json and
+    tokenizer_config.json, over files of these names."""
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,

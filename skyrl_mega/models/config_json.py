@@ -22,8 +22,8 @@ UPPER_BOUNDS = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_exper
 
 
 def with_defaults(hf: Hf, **defaults: Any) -> Hf:
-    """Returns the configuration with absent keys filled from `defaults`, the defaults of the family's transformers
-    class.
+    """Returns a copy of the configuration with absent keys filled from `defaults`, the defaults of the family's
+    transformers class, and from `COMMON`.
 
     A null stays: transformers refuses most nulls.
     """
@@ -61,10 +61,10 @@ def flag(hf: Hf, key: str) -> bool:
 
 
 def number(hf: Hf, key: str) -> float:
-    """Returns the positive number `key` of a config.json.
+    """Returns the positive number `key` of a config.json, as a float.
 
     Raises:
-        UserError: The key is missing, or its value is no positive, finite number.
+        UserError: The key is missing, or its value is no positive number below `MAX_NUMBER`.
     """
     value = hf.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
@@ -86,7 +86,7 @@ def require_given(hf: Hf, key: str, needed: Any) -> None:
     """Checks that config.json contains `key` with the value `needed`, for keys with other defaults in vLLM.
 
     Raises:
-        UserError: The key is missing, or has another value.
+        UserError: The key is missing, or has another value, null included.
     """
     if key not in hf:
         raise UserError(

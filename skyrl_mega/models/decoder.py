@@ -135,7 +135,7 @@ class Decoder:
 
     def layer_counts(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
         """Returns every kind of layer among `layers`, with the number of these layers of the kind, in the order of
-        `kinds`.
+        `kinds`. Kinds without a layer are left out.
 
         Args:
             layers: Global indices; None for all layers of the model.
@@ -157,8 +157,8 @@ def read_decoder(hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True) -
     """Returns the model with these layers, reading the config.json keys common to all families.
 
     Args:
-        hf: Content of config.json.
-        layers: The blocks of every layer.
+        hf: Content of config.json, with the defaults of its family (`with_defaults`).
+        layers: The blocks of every layer, in order.
         engine_ties: True if vLLM's class of the family can tie the output projection to the embedding.
 
     Raises:

@@ -28,7 +28,8 @@ def runs_to_write(
     owned: Mapping[str, Run],
     frozen: Mapping[str, Run],
 ) -> dict[str, Run]:
-    """Returns parameter → run of elements to be written into a checkpoint by this rank, for `owned` and `frozen`.
+    """Returns parameter → run of elements (start, stop) to be written into a checkpoint by this rank, for every
+    parameter of `owned` and `frozen`. A run may be empty: other ranks then write the elements.
 
     Args:
         decoder: The model.
@@ -58,7 +59,7 @@ def runs_to_write(
 
 
 def whole_params(decoder: Decoder, shard: Shard) -> set[str]:
-    """Returns the names of the shard's parameters with every element of their Hugging Face tensors."""
+    """Returns the names of the shard's local parameters filled by whole Hugging Face tensors."""
     tensors = huggingface.tensors(decoder)
     missing: dict[str, int] = dict.fromkeys(shard.params, 0)
     for piece in shard.pieces:

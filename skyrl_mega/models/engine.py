@@ -31,7 +31,8 @@ def check(
         data: Data-parallel replicas inside the engine, over which experts are distributed.
 
     Raises:
-        UserError: vLLM cannot split the model so; names `key`, the value and the allowed values.
+        UserError: vLLM cannot split the model so; names `key`, the value and the allowed values. Or vLLM does not
+            support the model at all, such as its tied embedding; names config.json.
     """
     cut = EngineCut(tensor, expert_parallel, data)
     for block in decoder.parts:
@@ -49,6 +50,7 @@ def check_blocks(
     """Checks that a division of an engine cuts through no scaled block of an FP8 checkpoint's parameters.
 
     Otherwise vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any wire.
+    Call only for engines with parameters of such a checkpoint; the arguments are those of `check`.
 
     Raises:
         UserError: The division cuts through a block; names `key`, the value and the allowed values.
@@ -69,7 +71,7 @@ def check_blocks(
 
 def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
     """Returns the tensor-parallel sizes, ascending, supported by vLLM for this model and not cutting through any
-    FP8 block.
+    FP8 block; [] if there is none.
 
     Args:
         decoder: The model.
@@ -109,7 +111,8 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """Returns the load-time parameters of worker `rank` of an engine, and the pieces to fill them.
+    """Returns the load-time parameters of worker `rank` of an engine, and the pieces to fill them. `check` must have
+    accepted the division, which is not checked again.
 
     Args:
         decoder: The model.

@@ -27,7 +27,8 @@ def check(
         key: The layout's setting, for errors.
 
     Raises:
-        UserError: A width is not supported; names the setting, the value, the width and the allowed values.
+        UserError: A width is not supported; names the setting, the value, the width and the allowed values. Or too many
+            layers are excluded from FP8 (`config.precision.check_layers`).
     """
     need = needs(precision)
     if need is None:

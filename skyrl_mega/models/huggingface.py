@@ -14,8 +14,8 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def tensors(decoder: Decoder) -> Tensors:
-    """Returns name → shape of every tensor in a checkpoint of the model. Linear weights are [out, in]; experts are
-    separate tensors; a tied head adds no tensor."""
+    """Returns a new dict name → shape of every tensor in a checkpoint of the model. Linear weights are [out, in];
+    experts are separate tensors; a tied head adds no tensor. Scales of a quantised checkpoint are not included."""
     shapes = decoder.embedding.hf_tensors("model")
     for index in range(decoder.layers):
         for block in decoder.layer(index):

@@ -25,7 +25,8 @@ because the compiled module lies in the Python package's folder and is found onl
 
 
 def layer_spec(setting: str, device: str) -> Spec:
-    """Returns the spec meant by `policy.spec` (`auto`, `te` or `local`) on a device (`cpu` or `cuda`).
+    """Returns the spec meant by `policy.spec` (`auto`, `te` or `local`) on a device (`cpu` or `cuda`): `auto` is `te`
+    on `cuda`, else `local`.
 
     The result depends on the settings alone, so that driver, ranks and plans agree, independent of installed packages.
     """
@@ -82,7 +83,8 @@ def settings(decoder: Decoder) -> MegatronSettings:
 
 
 def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]:
-    """Returns, for each of these layers (global indices), the modules declared by the layer's attention block."""
+    """Returns, for each of these layers (global indices, from 0), the modules declared by the layer's attention
+    block."""
     return [next(m for block in decoder.layer(index) if (m := block.layer_modules())) for index in layers]
 
 
@@ -153,7 +155,8 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
 def shard(
     decoder: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
-    """Returns the parameters of policy rank `rank`, and the pieces to fill them.
+    """Returns the parameters of policy rank `rank`, and the pieces to fill them. `check` must have accepted the layout,
+    which is not checked again.
 
     Parameters are named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 

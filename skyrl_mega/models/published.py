@@ -26,9 +26,10 @@ BUILT_LOCALLY = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 def hub_name(path: str | PurePath) -> str | None:
-    """Returns the hub name of the known model in a path's last component; None for other names.
+    """Returns the hub name of the known model in a path's last component; None for other names. The path need not
+    exist.
 
-    `models/Qwen3-30B-A3B` gives `Qwen/Qwen3-30B-A3B`.
+    `models/Qwen3-30B-A3B` gives `Qwen/Qwen3-30B-A3B`, as `Qwen/Qwen3-30B-A3B` does.
     """
     last = PurePath(path).name
     return next((name for name in KNOWN if name.partition("/")[2] == last), BUILT_LOCALLY.get(last))
@@ -45,7 +46,8 @@ def how_to_get(path: str | PurePath) -> str:
 
 
 def known(name: str | PurePath) -> dict[str, Any]:
-    """Returns the content of the published config.json of a model, by hub name or by a path ending in the model's name.
+    """Returns a copy of the content of the published config.json of a model, by hub name or by a path ending in the
+    model's name. No file is read.
 
     Raises:
         UserError: The model is unknown.

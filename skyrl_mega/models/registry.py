@@ -45,7 +45,7 @@ class Architecture:
 
     def padded_vocab(self, hf: Hf, tensor: int) -> int:
         """Returns the rows of Megatron's embedding over all tensor-parallel ranks: the number of tokens, rounded up to
-        a multiple of `tensor`."""
+        a multiple of `tensor`, the tensor-parallel size."""
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
@@ -82,16 +82,17 @@ class Architecture:
         """Returns the parameters of policy rank `rank` and the pieces to fill them; names as in `megatron.shard`.
 
         Raises:
-            UserError: The layout does not divide the model.
+            UserError: The layout does not divide the model, or config.json is not supported.
+            ValueError: `rank` is not a rank of the layout.
         """
         self.check_layout(hf, parallel)
         return megatron.shard(self.describe(hf), parallel, rank, spec)
 
     def megatron_layout(self, hf: Hf, parallel: ParallelDims, spec: Spec) -> Layout:
-        """Returns the shards of all policy ranks. Ranks with the same parameters share one `Shard` object.
+        """Returns the shards of all policy ranks, in order. Ranks with the same parameters share one `Shard` object.
 
         Raises:
-            UserError: The layout does not divide the model.
+            UserError: The layout does not divide the model, or config.json is not supported.
         """
         self.check_layout(hf, parallel)
         decoder, tensors = self.describe(hf), self.tensors(hf)
@@ -101,8 +102,8 @@ class Architecture:
         return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in coordinates))
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
-        """Returns the parameters of worker `rank` of an engine, named as in vLLM at load time, and the pieces to fill
-        them.
+        """Returns the parameters of worker `rank` (0 … `tensor` · `data` - 1) of an engine, named as in vLLM at load
+        time, and the pieces to fill them.
 
         Raises:
             UserError: vLLM cannot split the model so.

@@ -19,7 +19,8 @@ class ShardBuilder:
         self._boxes: dict[Box, Box] = {}
 
     def param(self, name: str, *shape: int) -> str:
-        """Declares a local parameter of shape `shape`, and returns `name` unchanged."""
+        """Declares a local parameter of shape `shape`, and returns `name` unchanged. Parameters keep the order of their
+        first declaration."""
         self._params[name] = shape
         return name
 
@@ -30,7 +31,7 @@ class ShardBuilder:
         row `at` on.
 
         `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
-        tensor.
+        tensor. Raises KeyError for an unknown `tensor`.
         """
         shape = self._tensors[tensor]
         zeros = (0,) * (len(shape) - 1)

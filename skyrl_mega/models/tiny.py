@@ -34,7 +34,8 @@ KEYS = {
 
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
-    """Returns the content of config.json for the model described by `model.build`."""
+    """Returns the content of config.json for the model described by `model.build`. Does not check that the architecture
+    supports the sizes."""
     family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
         "architectures": [family.transformers_class],

@@ -197,8 +197,9 @@ class Block(Protocol):
         return self.float32_tensors(source)
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds the block's load-time parameters on engine worker `worker` to the builder `b`, each with the pieces of
-        Hugging Face tensors that fill the parameter."""
+        """Adds the block's load-time parameters on engine worker `worker` (0 … `cut.workers` - 1) to the builder `b`,
+        each with the pieces of Hugging Face tensors that fill the parameter. `check_engine` and `engine_cuts` allow the
+        division."""
         ...
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
@@ -235,8 +236,8 @@ class Block(Protocol):
         ...
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns `saved_bytes` less what `policy.recompute` (`none`, `selective` or `moe`) recomputes, in Transformer
-        Engine's layers."""
+        """Returns `saved_bytes` less what `recompute`, a value of `policy.recompute` (`none`, `selective` or `moe`),
+        recomputes, in Transformer Engine's layers; with `none` all of `saved_bytes`."""
         return self.saved_bytes(work)
 
     def gradient_bytes(self, work: Work) -> float:
@@ -277,10 +278,10 @@ class Block(Protocol):
 
 
 def without_fp8(problem: str, key: str) -> UserError:
-    """Returns the refusal of FP8 (training, wire or engine) for a block that has not been tested with FP8.
+    """Returns, without raising, the refusal of FP8 (training, wire or engine) for a block not tested with FP8.
 
     Args:
-        problem: Which block.
+        problem: The reason, naming the block; starts the message.
         key: The setting that asks for FP8.
     """
     fix = "give policy.precision.recipe=model, weights.wire=auto and engines without quantization"
@@ -288,8 +289,8 @@ def without_fp8(problem: str, key: str) -> UserError:
 
 
 def share(total: int, parts: int, index: int) -> str:
-    """Returns the items in the `index`-th of `parts` equal parts of `total` items, as text: `first-last`, or the number
-    of a single item."""
+    """Returns the items in part `index` of `parts` equal parts of `total` items, as text: `first-last`, or the number
+    of a single item. Parts and items are counted from 0; `parts` divides `total`."""
     size = total // parts
     first = index * size
     return f"{first}-{first + size - 1}" if size > 1 else str(first)

@@ -139,11 +139,12 @@ def padded_vocab(vocab: int, multiple: int) -> int:
 
 
 def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tuple[int, int]) -> None:
-    """Declares that a rank's parameter holds the rows of `tensor` from row `start` on. Padding rows get no piece.
+    """Declares that a rank's parameter holds the rows of `tensor` from row `start` on. Padding rows, beyond the
+    vocabulary, get no piece; perhaps all rows are padding.
 
     Args:
         b: Builder of the rank's shard.
-        param: Local parameter.
+        param: Local parameter, already declared (`ShardBuilder.param`).
         tensor: Embedding or output projection, a row per token.
         start: First row of the rank.
         sizes: (Rows of the parameter, tokens of the vocabulary).

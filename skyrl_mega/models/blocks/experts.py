@@ -322,7 +322,7 @@ class Experts(Block):
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
         """Returns the bytes kept for the backward pass: with "moe" only the norm's input and output; with "selective"
-        no output of the norm, and of the routed experts' activation only the inputs."""
+        no output of the norm, and of the routed experts' activation only the inputs; with "none" `saved_bytes`."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         if recompute == "moe":
             return 2 * norm

@@ -138,9 +138,11 @@ def gated_pieces(
     stack: tuple[int, ...] = (),
     matrices: tuple[str, str, str] = GATED,
 ) -> None:
-    """Declares the pieces of a gated MLP: gate rows, then up rows in the first parameter; down columns in the second.
+    """Declares the pieces of a gated MLP: gate rows, then up rows in the first of `params`; down columns in the second.
+    Both are already declared (`ShardBuilder.param`).
 
-    `width` rows or columns from `start` are taken of each matrix. `stack` picks an expert if a parameter holds several.
+    `width` rows (gate, up) or columns (down) from `start` are taken of each matrix; the names are
+    `<source>.<matrix>.weight`. `stack` is the index of the expert if a parameter holds several, else empty.
     """
     gate, up, down = matrices
     b.rows(params[0], 0, f"{source}.{gate}.weight", start, width, stack=stack)

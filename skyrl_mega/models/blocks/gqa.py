@@ -48,7 +48,8 @@ class Rope:
         """Returns the positions described by `rope_parameters` (transformers 5), or by `rope_theta` and `rope_scaling`
         (before).
 
-        megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1.
+        megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1. Without
+        `rope_theta` the base is `ROPE_THETA`.
 
         Args:
             hf: Content of config.json.
@@ -56,7 +57,7 @@ class Rope:
                 only 1 is allowed.
 
         Raises:
-            UserError: The scaling or the fraction is not supported.
+            UserError: The scaling or the fraction is not supported, or a value is no positive number.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}

@@ -49,7 +49,7 @@ class Yarn:
 
     @classmethod
     def read(cls, hf: Hf, key: str) -> Yarn:
-        """Returns the scaling described by the mapping `key` of config.json.
+        """Returns the scaling described by the mapping `key` of config.json, which is present.
 
         Raises:
             UserError: A value is missing or not supported: transformers, vLLM and megatron-core would compute different
@@ -78,10 +78,11 @@ class LatentRope:
     @classmethod
     def read(cls, hf: Hf) -> LatentRope:
         """Returns the positions described by `rope_parameters` (transformers 5), or by `rope_theta` and `rope_scaling`
-        (before).
+        (before). Without `rope_theta` the base is `ROPE_THETA`.
 
         Raises:
-            UserError: The scaling is neither none nor YaRN, or only a part of a head is rotated.
+            UserError: The scaling is neither none nor YaRN, a value of YaRN is missing or not supported, or only a part
+                of a head is rotated.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
@@ -301,7 +302,7 @@ class LatentAttention(Block):
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
         """Returns the bytes kept for the backward pass: with "selective" without the first norm's output, which is
-        recomputed."""
+        recomputed; with "moe" and "none" all of `saved_bytes`."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         return self.saved_bytes(work) - (norm if recompute == "selective" else 0.0)
 

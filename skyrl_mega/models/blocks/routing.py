@@ -46,7 +46,7 @@ class ExpertRouter:
             per_token: Number of experts of a token.
 
         Raises:
-            UserError: megatron-core cannot compute the router.
+            UserError: A key is missing or has an unsupported value, or megatron-core cannot compute the router.
         """
         if not flag(hf, "norm_topk_prob"):
             raise unsupported(hf, "norm_topk_prob", "true, as megatron-core always divides sigmoid scores by their sum")
@@ -80,7 +80,8 @@ class ExpertRouter:
 
 
 def sparse_step_layers(hf: Hf) -> list[bool]:
-    """Returns a flag per layer, True for layers with experts, by `decoder_sparse_step` and `mlp_only_layers`.
+    """Returns a flag per layer, True for layers with experts: every `decoder_sparse_step`-th layer, starting with layer
+    `decoder_sparse_step` - 1 (from 0), except the indices in `mlp_only_layers` (absent or null: none).
 
     Raises:
         UserError: A key is missing, a value is not supported, or no layer contains experts.

@@ -51,6 +51,9 @@ def latent_layers(
         hf: Content of config.json.
         moe: True for each layer with experts.
         engine_float32_router: True if vLLM keeps the router's weight in float32.
+
+    Raises:
+        UserError: A key is missing, or a value is not supported.
     """
     attention, dense = LatentAttention.read(hf), GatedMlp.read(hf)
     shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
