@@ -43,7 +43,7 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
 
     Args:
         stages: The layers of each of the rank's model chunks, in order.
-        count: Number of layers to offload; all if there are fewer.
+        count: Number of layers to offload, over all chunks together; all if there are fewer, and 0 replaces nothing.
         device: The device of the layers.
 
     Returns:
@@ -56,7 +56,7 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
 
 
 def spread(layers: int, count: int) -> set[int]:
-    """Returns the indices of `count` evenly spaced layers, starting with 0; all layers if there are fewer.
+    """Returns the indices of `count` evenly spaced layers, starting with 0; all layers if there are fewer; none for 0.
 
     The distance from one index to the next, and from the last index to the end, is the same up to rounding: 0, 2, 4, 6
     for 4 of 8 layers.
@@ -242,7 +242,7 @@ class LayerPass:
 
     def free_device_memory(self) -> None:
         """Frees the device memory of the storages being copied to the host, after the end of the copies on the
-        device."""
+        device; the host does not wait. Does nothing without such storages."""
         if self._offloading:
             self.pages.wait(self._copies_done)
             for saved in self._offloading:
@@ -269,7 +269,8 @@ class LayerPass:
         self._copies_done = self.pages.record_copies()
 
     def wait_reloaded(self) -> None:
-        """Makes all work issued from now on wait until the storages are back on the device."""
+        """Makes all work issued from now on wait until the storages are back on the device; starts the copy back if it
+        has not begun. The host does not wait."""
         self.start_reload()
         self.pages.wait(self._copies_done)
         self._copies_done = None

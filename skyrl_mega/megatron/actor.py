@@ -79,7 +79,7 @@ class MegatronActor:
         """Opens the rendezvous store of the model's process group, on a port picked by the system, and returns the
         port.
 
-        Call on rank 0 only, before `join`.
+        Call on rank 0 only, before `join`. Does not wait for other ranks.
 
         Args:
             host: Address of this node, to be reached by all ranks.
@@ -96,6 +96,10 @@ class MegatronActor:
         Args:
             host, port: Address of the store opened by rank 0 (`open_store`).
             timeout_s: Seconds for joining, and the time limit of collectives.
+
+        Raises:
+            RuntimeError: Not all ranks joined in time.
+            UserError: The settings or config.json are not supported, or a package is missing (`model.build_model`).
         """
         with without_wandb():
             from skyrl_mega.megatron import model
@@ -117,11 +121,12 @@ class MegatronActor:
         )
 
     def load(self, path: str) -> None:
-        """Loads the model's weights from a Hugging Face directory."""
+        """Loads the model's weights from a Hugging Face directory; see `ModelWorker.load`."""
         self.rank.load(Path(path))
 
     def keep_reference(self, path: str) -> None:
-        """Keeps the reference weights of a Hugging Face directory in host memory, next to the policy's weights."""
+        """Keeps the reference weights of a Hugging Face directory in host memory, next to the policy's weights; see
+        `ModelWorker.keep_reference`."""
         self.rank.keep_reference(Path(path))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
@@ -138,17 +143,23 @@ class MegatronActor:
         """Stores this rank's micro-batches of each mini-batch of an RL step, in place of the previous step's.
 
         The tokens of samples are read from the object store.
+
+        Raises:
+            RayError: A trajectory in the object store is lost.
         """
         micros = iter(read_samples(list(chain(*minis))))
         self.minis = [[next(micros) for _ in mini] for mini in minis]
 
     def add(self, minis: list[list[np.ndarray]], name: str, per_sample: bool = False) -> None:
-        """Adds a column `name` to the stored micro-batches.
+        """Adds a column `name` to the stored micro-batches, or replaces it.
 
         Args:
             minis: For each micro-batch of each mini-batch an array with a value per token, [T].
             name: Name of the column.
             per_sample: True if the arrays hold a value per sequence, to be repeated for all tokens.
+
+        Raises:
+            ValueError: The number of arrays, or of values, differs from the stored micro-batches.
         """
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
             column = torch.tensor(values)
@@ -158,14 +169,18 @@ class MegatronActor:
     def keep_logprobs(
         self, name: str, temperature: float, reference: bool, entropy: str | None = None, squares: str | None = None
     ) -> None:
-        """Adds log-probs of the stored micro-batches as columns, on ranks of the last pipeline stage.
+        """Adds log-probs of the stored micro-batches as columns, on ranks of the last pipeline stage. All ranks must
+        call this.
 
         Args:
             name: Name of the column.
             temperature: Divides the logits.
-            reference: True to use the weights of `keep_reference`.
+            reference: True to use the weights of `keep_reference`, which must have been called.
             entropy: Name of a further column for the entropy of each token's distribution, in nats; None adds none.
             squares: Name of a further column for the sum of the squared probabilities; None adds none.
+
+        Raises:
+            NotOnDevice, WrongRoutes: As in `ModelWorker.logprobs`.
         """
         micros = list(chain(*self.minis))
         with_squares = squares is not None
@@ -177,28 +192,34 @@ class MegatronActor:
                     micro[column] = column_values
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
-        """Computes log-probs of the stored micro-batches, float32 [T] each; returns None on all pipeline stages but the
-        last.
+        """Computes log-probs of the stored micro-batches of all mini-batches in order, float32 [T] each; returns None
+        on all pipeline stages but the last. Adds no column. All ranks must call this.
 
         Args:
             temperature: Divides the logits.
+
+        Raises:
+            NotOnDevice, WrongRoutes: As in `ModelWorker.logprobs`.
         """
         results = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
         return None if results is None else [values.numpy() for values, *_ in results]
 
     def column(self, name: str) -> list[np.ndarray] | None:
-        """Returns a column of the stored micro-batches, [T] each; None if a micro-batch on this rank lacks the
-        column."""
+        """Returns a column of the stored micro-batches of all mini-batches in order, [T] each; None if a micro-batch on
+        this rank lacks the column."""
         micros = list(chain(*self.minis))
         return [micro[name].numpy() for micro in micros] if all(name in micro for micro in micros) else None
 
     @record_function("keep_values")
     def keep_values(self, name: str) -> None:
         """Adds a critic's values of the states before the tokens as a column of the stored micro-batches, on ranks of
-        the last pipeline stage.
+        the last pipeline stage. All ranks must call this.
 
         Args:
             name: Name of the column.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
         """
         micros = list(chain(*self.minis))
         results = self.rank.values(micros)
@@ -220,13 +241,16 @@ class MegatronActor:
 
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite.
+            NotOnDevice: Parameters, gradients or optimizer state are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         objective = self._objective(loss, figures)
         return self.rank.train(self.minis[mini], objective, temperature=temperature, forward_only=forward_only)
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """Returns the metrics of `train` without an optimizer step, for the same arguments."""
+        """Returns the metrics of `train` without an optimizer step, for the same arguments; see
+        `ModelWorker.measure`."""
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     def _objective(self, loss: str, figures: Figures | None) -> Any:
@@ -236,7 +260,8 @@ class MegatronActor:
         return objectives.objective(loss, self.algorithm, figures)
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Moves parts of the rank's state off the device, and returns the bytes copied to host memory.
+        """Moves parts of the rank's state off the device, and returns the bytes copied to host memory. Parts already
+        off the device stay; gradients are dropped, not copied.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -244,7 +269,8 @@ class MegatronActor:
         return self.rank.offload(parts)
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Moves parts of the rank's state back to the device, and returns the bytes copied.
+        """Moves parts of the rank's state back to the device, and returns the bytes copied. Parts on the device stay;
+        gradients return as zeros.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -260,10 +286,10 @@ class MegatronActor:
         self.rank.save(Path(folder))
 
     def restore(self, folder: str) -> None:
-        """Reads this rank's part of a checkpoint, saved in any layout.
+        """Reads this rank's part of a checkpoint, saved in any layout. A collective of all ranks.
 
         Raises:
-            UserError: The checkpoint belongs to another model; raised on every rank.
+            UserError: The checkpoint belongs to another model or has another format; raised on every rank.
             Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
             RuntimeError: A rank could not read; names the rank and the reason.
         """
@@ -271,7 +297,7 @@ class MegatronActor:
 
     def export(self, path: str, source: str) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
-        `source`. A collective of all ranks."""
+        `source`. A collective of all ranks; raises errors as `ModelWorker.export`."""
         self.rank.export(Path(path), Path(source))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
@@ -296,9 +322,13 @@ class MegatronActor:
 
     def connect_weights(self, info: dict[str, Any]) -> None:
         """Joins the weight-sync group of policy ranks and engine workers, after leaving the previous group, if any.
+        Returns after all processes joined.
 
         Args:
             info: The fields of `weights.connection.Connection`.
+
+        Raises:
+            TransportError: A process did not join; names the missing ranks.
         """
         from skyrl_mega.weights.connection import Connection
 
@@ -316,10 +346,14 @@ class MegatronActor:
     def send_weights(self, checksums: bool) -> ExchangeReport:
         """Sends this rank's part of the weights to the engines, and returns a report on the transfer.
 
-        Call after `connect_weights`.
+        Call after `connect_weights`. A collective of all processes of the weight-sync group.
 
         Args:
             checksums: True to verify every part after arrival; the same value in all processes.
+
+        Raises:
+            TransportError, ChecksumError: As in `Exchange.run`; join again before the next sync.
+            NotOnDevice: The parameters are offloaded.
         """
         assert self.exchange is not None
         return self.exchange.run(source=self.rank.weights(), checksums=checksums)

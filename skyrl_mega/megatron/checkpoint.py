@@ -81,9 +81,11 @@ class _OwnedRun:
 
 
 def save(folder: Path, state: RankState) -> None:
-    """Writes this rank's part of a checkpoint into `folder`, an empty directory; rank 0 then completes the checkpoint.
+    """Writes this rank's part of a checkpoint into `folder`, an empty directory shared by all ranks; rank 0 then
+    completes the checkpoint.
 
-    A collective of all ranks, which exchange only a few bytes.
+    A collective of all ranks, which exchange only a few bytes. Offloaded state is read through `state.readable`.
+    Returns after the checkpoint is complete.
 
     Raises:
         RuntimeError: A rank could not write; names the rank and the reason.
@@ -108,13 +110,14 @@ def save(folder: Path, state: RankState) -> None:
 
 def load(folder: Path, state: RankState) -> None:
     """Reads this rank's part of the checkpoint `folder` into model, optimizer and schedule. A collective of all ranks.
+    Parameters and optimizer must be on the device.
 
     All bytes read are verified with checksums. If ranks read entries only in part, as in another layout, the whole
     checkpoint is read a second time for verification, an equal share by each rank.
 
     Raises:
-        UserError: The checkpoint belongs to another model; raised on every rank.
-        Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
+        UserError: The checkpoint belongs to another model or has another format; raised on every rank.
+        Damaged: The checkpoint is incomplete or corrupted, perhaps found after a part was read; raised on every rank.
         RuntimeError: A rank could not read; names the rank and the reason.
     """
     for chunk in state.chunks:

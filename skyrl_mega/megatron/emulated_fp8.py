@@ -66,7 +66,8 @@ class EmulatedFp8:
             self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
 
     def begin(self) -> None:
-        """Sets the rounded weights of all layers for the next pass. A collective of all ranks."""
+        """Sets the rounded weights of all layers for the next pass. Call before every pass, with the parameters on the
+        device and complete. A collective of all ranks."""
         with torch.no_grad():
             if self._scales is not None:
                 self._scales.compute(self._params)
@@ -84,7 +85,7 @@ class EmulatedFp8:
                 linear.round_weight(self._params[param].detach())
 
     def end(self) -> None:
-        """Ends a pass and frees the rounded weights."""
+        """Ends a pass and frees the rounded weights. Call once after each `begin`."""
         for linear in self.linears.values():
             del linear.weight, linear.transposed
 
@@ -135,7 +136,7 @@ class Linear:
     def round(self, x: Tensor, kind: torch.dtype) -> Tensor:
         """Returns activations or gradients rounded to FP8 values, in their own dtype.
 
-        Recipes with a scale per tensor round to the format `kind`, other recipes to E4M3.
+        Recipes with a scale per tensor round to the format `kind` (E4M3 or E5M2), other recipes to E4M3.
         """
         match self.recipe:
             case "fp8_blockwise":

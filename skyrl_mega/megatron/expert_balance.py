@@ -50,7 +50,8 @@ class ExpertBalance:
     def counting_choices(self, experts: int, device: torch.device) -> Iterator[None]:
         """Counts the experts chosen in the forward passes inside the context; sets `share` and `tokens` at the end.
 
-        A collective of the ranks with the same layers.
+        A collective of the ranks with the same layers. Call before training on each mini-batch, for the passes of all
+        its micro-batches; also resets the sums of `value`.
 
         Args:
             experts: E.
@@ -71,7 +72,7 @@ class ExpertBalance:
 
     def value(self) -> float:
         """Returns the mean of E · Σ f_i P_i over all MoE layers of the model, without the coefficient. A collective of
-        all ranks. Call once, after training on the mini-batch."""
+        all ranks. Call once, after `counting_choices` and training on the mini-batch."""
         dist.all_reduce(self.scores, group=_same_layers_group())
         sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
         dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())

@@ -50,8 +50,8 @@ def merge_storages(params: Iterable[Tensor]) -> None:
     """Moves the FP8 numbers for the backward pass, and the scales of both passes, of all FP8 parameters into one
     contiguous tensor each, of which the parameters hold views.
 
-    The forward pass's numbers already lie in data parallelism's buffers. So a thousand experts are four copies to host
-    memory instead of four thousand.
+    Other parameters stay unchanged. The forward pass's numbers already lie in data parallelism's buffers. So a thousand
+    experts are four copies to host memory instead of four thousand.
     """
     fp8: list[Any] = [p for p in params if is_float8tensor(p)]
     for p in fp8:
@@ -105,8 +105,8 @@ def _no_op() -> None:
 
 
 def round_into(p: Any, values: Tensor) -> None:
-    """Rounds values to FP8 and writes numbers and scales into the tensors of parameter `p` that a forward pass
-    reads."""
+    """Rounds values, of the shape of the FP8 parameter `p`, and writes numbers and scales into the tensors of `p` that
+    a forward pass reads. The copies for a backward pass stay unchanged."""
     rounded = p._quantizer(values)
     for name in FORWARD:
         getattr(p, name).copy_(getattr(rounded, name))
@@ -132,8 +132,8 @@ def load(
         shard: This rank's shard.
         params: The rank's parameters.
         optional: See `hf_checkpoint.load`.
-        optimizer: The optimizer of these parameters.
-        chunks: The data-parallel model chunks, for gathering the parameters.
+        optimizer: The optimizer of these parameters; None: no master weights are written.
+        chunks: The data-parallel model chunks, for gathering the parameters; needed with an optimizer.
 
     Raises:
         UserError: A tensor is missing or misshapen, or a file is truncated; a message of a single line.
@@ -177,7 +177,8 @@ def _part(shard: Shard, names: Iterable[str]) -> Shard:
 
 
 def round_in_pieces(optimizer: MegatronOptimizer) -> None:
-    """Makes the optimizer round master weights `PIECE` numbers at a time, also after a step.
+    """Makes the optimizer round master weights `PIECE` numbers at a time, also after a step. Changes the optimizer in
+    place; does nothing for optimizers without FP8 parameters.
 
     Transformer Engine copies all given master weights to bfloat16 before rounding the first, and megatron-core passes
     all masters of a rank at once: an unplanned peak of 2 bytes per weight. Data-parallel ranks hold the same parameters

@@ -42,7 +42,8 @@ def power(amax: Tensor, kind: torch.dtype) -> Tensor:
 
 def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
     """Returns a tensor of any shape rounded to values of E4M3 or E5M2 (`kind`) with one power of two as scale, in the
-    dtype of `x`; infinity becomes the largest number of the format."""
+    dtype of `x`; an empty `x` is returned itself. With infinity or NaN in `x` the scale is 1, and infinity becomes the
+    largest number of the format."""
     if not x.numel():
         return x
     scale, largest = power(x.detach().abs().amax().float(), kind), torch.finfo(kind).max
@@ -50,8 +51,8 @@ def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def blocks(x_RC: Tensor) -> Tensor:
-    """Returns `x_RC` rounded to values of E4M3 with a float32 scale per 128 numbers of a row, in the same dtype; the
-    last block of a row may be shorter."""
+    """Returns `x_RC` [..., C] rounded to values of E4M3 with a float32 scale per 128 numbers of a row, in the same
+    dtype; the last block of a row may be shorter. Infinity in a block makes it NaN."""
     parts, width = _parts(x_RC, BLOCK)
     amax = parts.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
@@ -59,8 +60,8 @@ def blocks(x_RC: Tensor) -> Tensor:
 
 
 def microscaled(x_RC: Tensor) -> Tensor:
-    """Returns `x_RC` rounded to values of E4M3 with a power-of-two scale per 32 numbers of a row, in the same dtype;
-    the last block of a row may be shorter."""
+    """Returns `x_RC` [..., C] rounded to values of E4M3 with a power-of-two scale per 32 numbers of a row, in the same
+    dtype; the last block of a row may be shorter."""
     parts, width = _parts(x_RC, MICRO)
     fraction, exponent = torch.frexp(parts.abs().amax(-1, keepdim=True) / torch.finfo(E4M3).max)
     rounded_up = exponent - (fraction == 0.5).int()  # fraction · 2^exponent, fraction from 1/2 to 1

@@ -29,7 +29,7 @@ def fused_logprobs(
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns the targets' log-probs and the entropies in nats, with `squares` also Σ p², each [T]; logits are never in
-    memory. Arguments and results are those of `vocab_parallel.vocab_parallel_logprobs`."""
+    memory. Arguments and results are those of `vocab_parallel.vocab_parallel_logprobs`. A collective of `group`."""
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)

@@ -38,6 +38,10 @@ class TrainGroup:
         Args:
             path: The directory.
             waiting: Called, during the wait, with the names of the ranks still loading.
+
+        Raises:
+            UserError: A tensor is missing or has another shape.
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         self._call("load", str(path.absolute()), waiting=waiting)
 
@@ -48,6 +52,10 @@ class TrainGroup:
         Args:
             path: The directory.
             waiting: Called, during the wait, with the names of the ranks still loading.
+
+        Raises:
+            UserError: A tensor is missing or has another shape.
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
 
@@ -68,6 +76,9 @@ class TrainGroup:
             minis: The mini-batches.
             silent: bool [S] for each mini-batch: True for samples with a gradient of exactly 0, for which `train` may
                 leave out the backward pass. None: no sample.
+
+        Raises:
+            ActorFailed: A rank failed, for example because trajectories are lost; the group is ended.
         """
         tokens = micro_tokens(self.config) * self.parallel.context
         of_minis: Sequence[Tensor | None] = silent or [None] * len(minis)
@@ -78,17 +89,20 @@ class TrainGroup:
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
     def forward_only(self, mini: int) -> Tensor:
-        """Returns the indices, int64, of the sequences of a stored mini-batch for which `train` computes metrics, but
-        no backward pass."""
+        """Returns the indices, int64, of the sequences of stored mini-batch `mini` (index in the latest `hold`) for
+        which `train` computes metrics, but no backward pass; empty if all take a backward pass."""
         return self._splits[mini].forward_only_sequences
 
     def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
-        """Adds a column to the micro-batches stored on the ranks.
+        """Adds a column to the micro-batches stored on the ranks, or replaces it.
 
         Args:
             name: Name of the column.
-            values: For each mini-batch a value per token, [T].
+            values: For each mini-batch of the latest `hold`, in order, a value per token, [T].
             per_sample: True if `values` hold a value per sequence, [S], which the ranks repeat for all tokens.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
 
         def cut(mini: int, rows: Tensor) -> Any:
@@ -110,9 +124,13 @@ class TrainGroup:
         Args:
             name: Name of the column.
             temperature: Divides the logits.
-            reference: Uses the weights of `keep_reference`.
-            entropy: Name of a further column for the entropy of each token's distribution, in nats.
-            squares: Name of a further column for the sum of the squared probabilities of each token's distribution.
+            reference: True to use the weights of `keep_reference`, which must have been called.
+            entropy: Name of a further column for the entropy of each token's distribution, in nats; None adds none.
+            squares: Name of a further column for the sum of the squared probabilities of each token's distribution;
+                None adds none.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
@@ -120,6 +138,9 @@ class TrainGroup:
         """Computes the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
 
         Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         return self._collected(self._call("logprobs", temperature))
 
@@ -131,6 +152,9 @@ class TrainGroup:
 
         Returns:
             Float32 [T] for each mini-batch; 0 for tokens without a weight in the loss.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         self._call("keep_values", name)
         return self.column(name)
@@ -143,6 +167,7 @@ class TrainGroup:
 
         Raises:
             ValueError: No rank has the column.
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         return self._collected(self._call("column", name))
 
@@ -180,7 +205,7 @@ class TrainGroup:
             figures: Figures of the run for the loss; None takes the defaults.
 
         Raises:
-            ActorFailed: A rank failed, for example because the gradient is NaN or infinite.
+            ActorFailed: A rank failed, for example because the gradient is NaN or infinite; the group is ended.
         """
         metrics_by_rank = self._call("train", mini, temperature, loss, figures, self._splits[mini].forward_only)
         return max(metrics_by_rank, key=len)  # only the last pipeline stage returns the loss's metrics
@@ -189,16 +214,20 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
-        signal.
+        signal: those of the loss, without `grad_norm` and `lr`. Changes no weight.
 
-        Takes the arguments of `train`.
+        Takes the arguments of `train`. A loss of NaN is no error.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
     def offload(self, parts: Sequence[str]) -> list[PendingCall]:
-        """Starts moving parts of the state off the devices of all ranks, and returns a pending call per rank.
+        """Starts moving parts of the state off the devices of all ranks, and returns a pending call per rank, by rank.
 
-        The result of a call is the number of bytes copied to host memory.
+        `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
+        copied to host memory; parts already off the device stay.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -206,9 +235,11 @@ class TrainGroup:
         return self.group.submit_all("offload", list(parts))
 
     def onload(self, parts: Sequence[str]) -> list[PendingCall]:
-        """Starts moving parts of the state back to the devices of all ranks, and returns a pending call per rank.
+        """Starts moving parts of the state back to the devices of all ranks, and returns a pending call per rank, by
+        rank.
 
-        The result of a call is the number of bytes copied to the device.
+        `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
+        copied to the device; parts on the device stay.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -216,16 +247,30 @@ class TrainGroup:
         return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint (weights, optimizer, schedule) into an empty directory; each rank writes one file."""
+        """Writes a checkpoint (weights, optimizer, schedule) into an empty directory; each rank writes one file.
+
+        Raises:
+            ActorFailed: A rank failed, for example because it could not write; the group is ended.
+        """
         self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
-        """Reads a checkpoint (weights, optimizer, schedule) saved in any layout into all ranks."""
+        """Reads a checkpoint (weights, optimizer, schedule) saved in any layout into all ranks.
+
+        Raises:
+            UserError: The checkpoint belongs to another model, or is damaged (`Damaged`); the group is ended.
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
+        """
         self._call("restore", str(folder.absolute()))
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
-        `source`."""
+        `source`. An earlier export at `path` is replaced.
+
+        Raises:
+            UserError: `path` contains anything not written by an export, or `source` cannot be read.
+            ActorFailed: A rank failed, for example because it could not write. After any error the group is ended.
+        """
         self._call("export", str(path.absolute()), str(source.absolute()))
 
     def _call(

@@ -31,7 +31,7 @@ def logprobs_of(
 ) -> tuple[Tensor, ...]:
     """Returns log-probs and entropies of the targets in nats, float32 [L] each, and with `squares` also Σ_v p(v)².
 
-    Tokens that do not count (`counted_positions`) get 0.
+    Tokens that do not count (`counted_positions`) get 0. A collective of the tensor ranks.
 
     Args:
         model: The last chunk.
@@ -62,7 +62,7 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
     that do not count (`counted_positions`).
 
     Every tensor rank computes all values from the same hidden states. So each rank holds the head's whole gradient, and
-    its own part of the hidden states' gradient.
+    its own part of the hidden states' gradient. A collective of the tensor ranks.
 
     Args:
         model: The last chunk of a critic.
@@ -76,8 +76,8 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def counted_positions(micro: MicroBatch) -> Tensor:
-    """Returns the positions in the packed row, int64, of targets that count: with a sequence's token as target, not
-    masked out, and not of weight 0."""
+    """Returns the positions in this context rank's part of the packed row, int64, of targets that count: with a
+    sequence's token as target, not masked out, and not of weight 0."""
     is_counted = micro.source >= 0
     for name in ("mask", "weights"):
         if name in micro.columns:

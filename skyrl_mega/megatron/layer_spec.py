@@ -122,7 +122,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x [..., local heads, D], divided by the root of the mean square over all heads of all tensor ranks,
-        and multiplied by this rank's part of the weight."""
+        and multiplied by this rank's part of the weight. A collective of the tensor ranks if the heads are split."""
         flat = x.flatten(-2).float()
         local = flat.shape[-1]
         squares = flat.square().sum(-1, keepdim=True)
@@ -165,7 +165,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [L, H·E] for query [L, H, D], key [L, G, D] and value [L, G, E].
+        """Returns [L, H·E] for query [L, H, D], key [L, G, D] and value [L, G, E]. `attention_mask` is ignored. A
+        collective of the context ranks, if several.
 
         Raises:
             ValueError: `packed_seq_params` lacks the row's description (`packing.pack`).

@@ -36,7 +36,8 @@ class Split(NamedTuple):
 
 
 def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:
-    """Splits a mini-batch into micro-batches, equally many on every data-parallel rank, and returns their indices.
+    """Splits a mini-batch into micro-batches, equally many on every data-parallel rank, and returns the indices of
+    their sequences: [data-parallel rank][micro-batch], int64 each. With few sequences micro-batches may be empty.
 
     With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
 
@@ -54,7 +55,9 @@ def split_apart(batch: Samples | Sequences, silent: Tensor | None, parallel: Par
 
     Args:
         batch, parallel, tokens: See `split_micro_batches`.
-        silent: bool [S]: True for samples with a gradient of exactly 0; None for no such samples.
+        silent: bool [S]: True for samples with a gradient of exactly 0; None for no such samples. If all are silent,
+            `forward_only` is 0 all the same. Where a trajectory's samples stay together, a trajectory is silent only if
+            all of its samples are.
     """
     together = split_micro_batches(batch, parallel, tokens)
     if silent is None or not silent.any():

@@ -88,6 +88,9 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
         store: Rendezvous store shared by all ranks.
         device: The rank's device: NCCL on CUDA, gloo on a CPU.
         timeout_s: Time limit in seconds of joining and of collectives.
+
+    Raises:
+        RuntimeError: Not all ranks joined in time.
     """
     # Megatron relies on one connection per pair to order sends and receives.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -105,7 +108,8 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
 def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
     """Creates Megatron's groups for a layout within torch's default process group, and seeds Megatron's random state.
 
-    A collective of all ranks. `timeout_s` is the time limit of the groups' collectives, at least a minute.
+    A collective of all ranks. `timeout_s` is the time limit of the groups' collectives, cut to whole minutes and at
+    least one. Call once per process, or after Megatron's groups were destroyed.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -192,6 +196,7 @@ def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str
 
     Raises:
         UserError: megatron-core refuses the options under `key`; the message includes the reason.
+        AssertionError, ValueError, TypeError: megatron-core refuses `ours`, and `options` is empty.
     """
     try:
         return make(**(ours | options))
@@ -226,7 +231,8 @@ def build_model(
     Call after `join`. `head` is the output projection ("vocab"), or a critic's value head ("value").
 
     Raises:
-        UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported.
+        UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported, or as in
+            `transformer_config`.
     """
     arch = architecture(hf, head)
     spec = layer_spec(policy.spec, device.type)
@@ -322,7 +328,10 @@ def wrap_ddp(
         overlap: Reduces gradients, bucket by bucket, during the last micro-batch's backward pass, and gathers the
             parameters of an optimizer step during the next forward pass. Code that reads parameters outside of a
             module's forward pass must call `finish_gather` first.
-        options: `policy.ddp_options`.
+        options: `policy.ddp_options`; None: none.
+
+    Raises:
+        UserError: megatron-core refuses `options`.
     """
     config = chunks[0].config
     ours = dict(
@@ -357,7 +366,8 @@ def finish_gather(chunks: list[Any]) -> None:
 
 
 def gather_parameters(chunks: Iterable[Any]) -> None:
-    """Gathers the parameters from the ranks that train them, at once. A collective; no other gather may be under way.
+    """Gathers the parameters of data-parallel chunks (`wrap_ddp`) from the ranks that train them, and waits for the
+    end. A collective of the data-parallel ranks; no other gather may be under way.
 
     Also creates the backward pass's copies of FP8 parameters. With overlapping gathers, megatron-core creates the
     copies only while waiting for a gather that was started without force.

@@ -39,6 +39,9 @@ def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = N
         loss: `algorithm.loss`, or "supervised".
         algorithm: Settings of the loss.
         figures: Figures of the run for the loss; None keeps the figures of the inputs.
+
+    Raises:
+        UserError: The loss cannot be found or imported.
     """
     compute = find(loss)
 
@@ -70,7 +73,7 @@ def inputs_of(
         logprobs: [L] in nats, with a gradient.
         entropy: [L] in nats, with a gradient.
         micro: Columns: weights; advantages except in a supervised step; if present, old_logprobs, rollout_logprobs,
-            drawn, reference_logprobs, values, high_covariance, high_entropy and kl_weights. Without old_logprobs the
+            drawn, reference_logprobs, high_covariance, high_entropy and kl_weights. Without old_logprobs the
             weights are those at the start of the RL step, and the log-probs themselves serve as old ones.
         group: Context ranks sharing the sequences; None if a rank holds whole sequences.
     """

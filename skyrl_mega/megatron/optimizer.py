@@ -102,7 +102,8 @@ def _check_gradient_norm(optimizer: MegatronOptimizer) -> None:
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Returns the schedule of the learning rate: linear warm-up, then constant, linear or cosine.
 
-    Stepped before the optimizer, the first step uses lr / warmup_steps; stepped after (`warmup_from_zero`), 0.
+    The caller steps the schedule. Stepped before the optimizer, the first step uses lr / warmup_steps;
+    stepped after (`warmup_from_zero`), 0.
     """
     return OptimizerParamScheduler(
         optimizer,

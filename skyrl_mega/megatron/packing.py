@@ -102,7 +102,8 @@ class MicroBatch:
 def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
     """Returns one context rank's part of a micro-batch packed into a row, in host memory.
 
-    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing.
+    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing. Without sequences
+    the row is padding alone. The column `TRAJECTORY` is left out; `MicroBatch.answer` depends on it.
 
     Args:
         batch: The micro-batch's sequences.

@@ -56,7 +56,8 @@ class OffloadablePart:
         """True if the storages are not on the device."""
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Moves the tensors' storages off the device and returns the bytes copied; no-op if already offloaded."""
+        """Moves the tensors' storages off the device, waits for the end, and returns the bytes copied; no-op if already
+        offloaded, whatever the tensors."""
         copied = self.begin_offload(tensors)
         self.end_offload()
         return copied
@@ -98,7 +99,7 @@ class OffloadablePart:
         return 0
 
     def end_onload(self) -> None:
-        """Waits for the end of the copies of `begin_onload`."""
+        """Waits for the end of the copies of `begin_onload`. Call only after it."""
         self._wait_for_copies()
         self.offloaded = False
 
@@ -218,7 +219,7 @@ class Resident:
 
     def offload(self, parts: Iterable[str]) -> int:
         """Moves parts off the device, releases unused cached memory, and returns the bytes copied to host memory.
-        Parts already offloaded stay so."""
+        Parts already offloaded stay so. Raises KeyError for a part not in `tensors`, such as "critic"."""
         copied = sum(self._parts[name].offload(self._exclusive_tensors(name)) for name in parts)
         release_cached_memory(self.device)
         return copied
@@ -229,7 +230,8 @@ class Resident:
 
     @contextmanager
     def onloaded(self, *parts: str) -> Iterator[None]:
-        """Keeps the parts on the device inside the context; afterwards offloads those that were offloaded before."""
+        """Keeps the parts on the device inside the context; afterwards, also after an error, offloads the parts that
+        were offloaded before."""
         offloaded_names = [name for name in parts if self._parts[name].offloaded]
         self.onload(offloaded_names)
         try:
@@ -239,7 +241,8 @@ class Resident:
                 self.offload(offloaded_names)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded."""
+        """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded. Only for
+        reading; `release_pages` afterwards."""
         if self.streamed and (values := self.streamed.host_view(tensor)) is not None:
             return values
         for part in self._parts.values():

@@ -114,8 +114,8 @@ class RouterReplay:
         """[M, 1 + K + E]: the first wrong token of each layer: position, expected route, and experts used."""
 
     def prepare(self, batch: Sequences, micro: MicroBatch) -> None:
-        """Adds the routes for this rank's routers to a packed micro-batch's row; no-op if the pass neither replays nor
-        records.
+        """Moves the routes for this rank's routers from a packed micro-batch's columns into its row; without the column
+        the row gets empty routes. If the pass neither replays nor records, only removes the column.
 
         Args:
             batch: The micro-batch before packing.
@@ -144,7 +144,12 @@ class RouterReplay:
         return values.chunk(self.tensor)[mpu.get_tensor_model_parallel_rank()] if self.tensor > 1 else values
 
     def end(self, micros: Sequence[Sequences], packed: Sequence[MicroBatch]) -> None:
-        """Ends a pass and adds recorded routes to the micro-batches as a column. A collective of all ranks.
+        """Ends a pass and adds recorded routes to the micro-batches as a column, in place. A collective of all ranks;
+        does nothing if the pass neither replays nor records.
+
+        Args:
+            micros: The micro-batches of the pass, before packing.
+            packed: The same after packing and `prepare`.
 
         Raises:
             WrongRoutes: A token was sent to experts other than required.
@@ -163,7 +168,7 @@ class RouterReplay:
 
     def metrics(self) -> dict[str, float]:
         """Returns the counters of the latest pass, summed over all ranks: `replay_<field of Count>_<layer>` → tokens.
-        {} if the pass neither replayed nor recorded."""
+        {} if the pass neither replayed nor recorded. Call after `end`."""
         if not self.active:
             return {}
         counts = self.counts.tolist()

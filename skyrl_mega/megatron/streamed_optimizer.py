@@ -108,7 +108,7 @@ class StreamedPart:
 
     @torch.no_grad()
     def from_model(self, state_dict: Any = None) -> None:
-        """Copies the model's weights into the masters. `state_dict` must be None."""
+        """Copies the model's weights into the masters, piece by piece; the moments stay. `state_dict` must be None."""
         assert state_dict is None, "weights come from the model alone"
         with closing(self._pieces_on_device()) as pieces:
             for p, master in (pair for piece in pieces for pair in piece.weights):

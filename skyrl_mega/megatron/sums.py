@@ -12,8 +12,8 @@ def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
     """Returns metrics summed over micro-batches and over data and context ranks; {} without `outputs`, as on all
     pipeline stages but the last. A collective of the data and context ranks.
 
-    Names ending in `_max` are maxima instead of sums. Entry i of a vector is named `<name>.<i>`. All metrics take one
-    copy to the host.
+    Names ending in `_max` are maxima instead of sums. Entry i of a vector is named `<name>.<i>`. All outputs, also of
+    the other ranks, need the same names and shapes. All metrics take one copy to the host.
     """
     if not outputs:
         return {}

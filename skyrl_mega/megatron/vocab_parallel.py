@@ -32,7 +32,7 @@ def vocab_parallel_logprobs(
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns the log-prob of each target and the entropy of each distribution, in nats, float32 (float64 from
-    float64).
+    float64). A collective of `group`.
 
     Args:
         hidden_TH: Hidden states after the final norm, the same on all ranks of `group`.

@@ -127,7 +127,11 @@ class ModelWorker:
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Creates a new optimizer and schedule, with zero moments. Master weights come from the model; masters of FP8
-        parameters, which are rounded, come from the previous optimizer."""
+        parameters, which are rounded, come from the previous optimizer. An offloaded optimizer stays offloaded.
+
+        Raises:
+            UserError: megatron-core refuses `options` of the settings.
+        """
         offloaded = self.resident.offloaded & {"optimizer"}
         fp8_masters = (
             MasterWeights(self.optimizer, self.params, self.resident.readable).copies()
@@ -154,6 +158,7 @@ class ModelWorker:
         """Fills this rank's weights, and the optimizer's master weights, from a Hugging Face directory.
 
         A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does.
+        Moments and schedule stay unchanged; offloaded parts are onloaded for this, and offloaded again.
 
         Raises:
             UserError: A tensor is missing or has another shape.
@@ -182,8 +187,12 @@ class ModelWorker:
         return fp8_parameters.sync_tensors(self.params)
 
     def keep_reference(self, path: Path) -> None:
-        """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`.
-        The model's own weights stay unchanged."""
+        """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`, in
+        place of an earlier reference. The model's own weights stay unchanged.
+
+        Raises:
+            UserError: A tensor is missing or has another shape; an earlier reference stays.
+        """
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
             reference = Reference(fp8_parameters.storage_tensors(self.params.values(), fp8_parameters.FORWARD))
@@ -259,7 +268,7 @@ class ModelWorker:
         Args:
             micros: This rank's micro-batches.
             temperature: Divides the logits.
-            reference: True to compute with the weights of `keep_reference`.
+            reference: True to compute with the weights of `keep_reference`, which must have been called.
             squares: True to compute Σ_v p(v)² too.
 
         Raises:
@@ -281,7 +290,11 @@ class ModelWorker:
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
         """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 for the tokens
-        with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None."""
+        with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
+        """
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
@@ -338,6 +351,7 @@ class ModelWorker:
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.
             NotOnDevice: Parameters, gradients or optimizer state are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         self.resident.require(*POLICY)
         self._restore_policy_weights()
@@ -372,8 +386,14 @@ class ModelWorker:
     def measure(
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Returns the metrics of `train` that need no backward pass, from a forward pass in evaluation mode. Changes no
-        weight, and returns {} on all pipeline stages but the last."""
+        """Returns the metrics of `train` that need no backward pass (all but `grad_norm`, `lr` and `expert_balance`),
+        from a forward pass in evaluation mode. Changes no weight, and returns {} on all pipeline stages but the last. A
+        loss of NaN is no error.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
+        """
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
@@ -504,7 +524,7 @@ class ModelWorker:
 
     def save(self, folder: Path) -> None:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
-        memory.
+        memory. Only for a trainable model.
 
         Args:
             folder: An empty directory, the same on all ranks.
@@ -519,10 +539,10 @@ class ModelWorker:
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in any layout: weights, optimizer, schedule. Offloaded parts
-        are onloaded for this, and offloaded again.
+        are onloaded for this, and offloaded again. Only for a trainable model.
 
         Raises:
-            UserError: The checkpoint belongs to another model; raised on every rank.
+            UserError: The checkpoint belongs to another model or has another format; raised on every rank.
             Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
             RuntimeError: A rank could not read; names the rank and the reason.
         """
@@ -545,8 +565,14 @@ class ModelWorker:
         )
 
     def export(self, path: Path, source: Path) -> None:
-        """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from `source`; see
-        `hf_checkpoint.load.save` for what is raised."""
+        """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from `source`;
+        replaces an earlier export. Offloaded parameters are onloaded for this, and offloaded again.
+
+        Raises:
+            UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
+            OSError: On a rank that could not write.
+            RuntimeError: On all other ranks, after an error on any rank; names the rank.
+        """
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
