@@ -45,12 +45,13 @@ def adapted(coefficient: float, of_target: float, trajectories: int, config: KlC
 
 
 def kl(logprobs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:
-    """Returns per-token estimates [T], differentiable in `logprobs_T`.
+    """Returns per-token estimates of KL(policy ‖ reference) [T], differentiable in `logprobs_T`.
 
     Args:
-        logprobs_T: The policy's log-probs, natural log.
+        logprobs_T: The policy's log-probs, natural log, of tokens sampled from the policy.
         reference_T: The reference's log-probs of the same tokens.
-        estimator: "k1", "k2", "k3", "abs" or "k3+" (formulae: head of this file); d is clamped to ±20.
+        estimator: With d = reference - policy, clamped to ±20, one of "k1" (-d), "k2" (d² / 2), "k3" (exp(d) - 1 - d),
+            "abs" (|d|), "k3+" (k3 with the gradient of k2).
 
     Raises:
         ValueError: The estimator is unknown.

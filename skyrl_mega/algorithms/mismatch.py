@@ -89,7 +89,7 @@ def quantile(within: list[float], tokens: float, share: float, most: float) -> f
         most: The largest distance.
 
     Returns:
-        Nats: the geometric middle of the cell; 0 below the first edge, `most` above the last.
+        Nats: the geometric middle of the cell; 0 below the first edge and without tokens, `most` above the last.
     """
     if not tokens:
         return 0.0

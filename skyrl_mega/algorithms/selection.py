@@ -23,7 +23,8 @@ ENTROPY = "high_entropy"
 
 
 def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Returns the names of the columns that the selection reads, computed under the weights that sampled the tokens."""
+    """Returns the names of the columns that the selection reads, computed under the weights that sampled the tokens;
+    perhaps none."""
     by_logprobs = algorithm.loss_traits.covariance or algorithm.importance_normalize
     names = {"old_logprobs"} if by_logprobs else set()
     return frozenset(names | ({"old_entropy"} if algorithm.entropy.top_share < 1 else set()))

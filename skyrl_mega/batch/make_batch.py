@@ -183,7 +183,7 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
 
 def punishment(trajectories: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
     """Returns the addition to each trajectory's reward for a long response, by `algorithm.overlong`: float32 [N], at
-    most 0.
+    most 0; all 0 if `overlong.buffer` is 0.
 
     Args:
         trajectories: N trajectories.

@@ -218,7 +218,7 @@ class LayerPass:
 
     def start_offload(self, staying: set[int]) -> None:
         """Starts copying the saved storages to the host, except storages at the addresses `staying`, not owned by the
-        layer."""
+        layer. Call once, at the end of the layer's forward pass."""
         smallest, size = SMALLEST[self.pages.device.type], 0
         for saved in self._saved.values():
             storage = saved.storage

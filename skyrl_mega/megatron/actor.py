@@ -230,7 +230,8 @@ class MegatronActor:
     def train(
         self, mini: int, temperature: float, loss: str, figures: Figures | None = None, forward_only: int = 0
     ) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch and returns name → metric; see `ModelWorker.train`.
+        """Takes one optimizer step on a stored mini-batch and returns name → metric; see `ModelWorker.train`. All ranks
+        must call this. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.
 
         Args:
             mini: Index of the mini-batch.
@@ -313,7 +314,8 @@ class MegatronActor:
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")
 
     def stop_profile(self, file: str, step: Span) -> dict[str, float]:
-        """Ends the recording of `start_profile` and writes the profile into `file`; see `RankProfiler.stop`."""
+        """Ends the recording of `start_profile`, which must have been called, writes the profile into `file`, and
+        returns the result of `RankProfiler.stop`."""
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
         return profiler.stop(Path(file), step)

@@ -72,8 +72,8 @@ def merge_storages(params: Iterable[Tensor]) -> None:
 def sync_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors for the weight sync by local name, without copying.
 
-    A parameter in FP8 becomes E4M3 numbers [N, K] and float32 scales [⌈N/128⌉, ⌈K/128⌉]; other parameters stay
-    unchanged.
+    A parameter in FP8 becomes E4M3 numbers [N, K] under its name, and float32 scales [⌈N/128⌉, ⌈K/128⌉] under its name
+    and `SUFFIX`; other parameters stay unchanged.
     """
     tensors: dict[str, Tensor] = {}
     for name, p in params.items():

@@ -196,7 +196,8 @@ class TrainGroup:
     ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks.
 
-        The mini-batch needs the columns of the loss, such as weights and advantages.
+        The mini-batch needs the columns of the loss, such as weights and advantages. A gradient of exactly 0 is no
+        error: no weight moves, and `grad_norm` is 0.
 
         Args:
             mini: Index of the mini-batch in the latest `hold`.

@@ -61,7 +61,8 @@ def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Sets Adam's count of steps taken to `step`. torch's Adam counts per parameter, Transformer Engine's per group."""
+    """Sets Adam's count of steps taken to `step`. torch's Adam counts per parameter, Transformer Engine's per group.
+    Call after `allocate_moments`."""
     for part in inner_optimizers(optimizer):
         inner = part.optimizer
         per_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)

@@ -40,7 +40,8 @@ class Reference:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Exchanges the reference's weights with the parameters' values inside the context; then exchanges them back,
-        bit by bit, so values written into the parameters inside become the reference."""
+        bit by bit, also after an error, so values written into the parameters inside become the reference. The
+        parameters must be on the device, with no gather pending."""
         self.restore_policy()
         try:
             self._copy_until(3 * len(self._pieces))

@@ -68,7 +68,7 @@ class OffloadablePart:
         return 0 if self.offloaded else self._start_offload(tensors)
 
     def end_offload(self) -> None:
-        """Waits for the end of the copies to host memory, and frees the device memory."""
+        """Waits for the end of the copies to host memory, and frees the device memory. Call after `begin_offload`."""
         self._wait_for_copies()
         self.offloaded = True
         for storage, _, _ in self._storages.values():

@@ -155,7 +155,8 @@ class ModelWorker:
             self.resident.offload(offloaded)
 
     def load(self, path: Path) -> None:
-        """Fills this rank's weights, and the optimizer's master weights, from a Hugging Face directory.
+        """Fills this rank's weights, and the optimizer's master weights, from a Hugging Face directory. A collective of
+        all ranks.
 
         A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does.
         Moments and schedule stay unchanged; offloaded parts are onloaded for this, and offloaded again.
@@ -188,7 +189,7 @@ class ModelWorker:
 
     def keep_reference(self, path: Path) -> None:
         """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`, in
-        place of an earlier reference. The model's own weights stay unchanged.
+        place of an earlier reference. The model's own weights stay unchanged. A collective of all ranks.
 
         Raises:
             UserError: A tensor is missing or has another shape; an earlier reference stays.
@@ -259,7 +260,7 @@ class ModelWorker:
         self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False, squares: bool = False
     ) -> list[tuple[Tensor, ...]] | None:
         """Returns log-prob and entropy of every token given the previous tokens, float32 [T] each in host memory; with
-        `squares` also Σ_v p(v)² of each distribution.
+        `squares` also Σ_v p(v)² of each distribution. A collective of all ranks.
 
         First tokens and tokens that do not count (with weight 0, or outside the column `mask`) get 0. The last pipeline
         stage returns a tuple per micro-batch, other stages None. With `policy.moe.replay: policy` the routes of this
@@ -290,7 +291,8 @@ class ModelWorker:
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
         """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 for the tokens
-        with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None.
+        with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None. A collective
+        of all ranks.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
@@ -332,6 +334,7 @@ class ModelWorker:
         forward_only: int = 0,
     ) -> dict[str, float]:
         """Takes one optimizer step on the micro-batches' summed objective, and one step of the learning-rate schedule.
+        A collective of all ranks.
 
         The objective's weights are final (`1 / tokens of the whole mini-batch` and the like). So nothing is rescaled
         here, and the result does not depend on the cut of the mini-batch. With a gradient of exactly 0 neither weights
@@ -388,7 +391,7 @@ class ModelWorker:
     ) -> dict[str, float]:
         """Returns the metrics of `train` that need no backward pass (all but `grad_norm`, `lr` and `expert_balance`),
         from a forward pass in evaluation mode. Changes no weight, and returns {} on all pipeline stages but the last. A
-        loss of NaN is no error.
+        loss of NaN is no error. A collective of all ranks.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
@@ -524,7 +527,7 @@ class ModelWorker:
 
     def save(self, folder: Path) -> None:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
-        memory. Only for a trainable model.
+        memory. Only for a trainable model. A collective of all ranks.
 
         Args:
             folder: An empty directory, the same on all ranks.
@@ -539,7 +542,7 @@ class ModelWorker:
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in any layout: weights, optimizer, schedule. Offloaded parts
-        are onloaded for this, and offloaded again. Only for a trainable model.
+        are onloaded for this, and offloaded again. Only for a trainable model. A collective of all ranks.
 
         Raises:
             UserError: The checkpoint belongs to another model or has another format; raised on every rank.
@@ -566,7 +569,8 @@ class ModelWorker:
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from `source`;
-        replaces an earlier export. Offloaded parameters are onloaded for this, and offloaded again.
+        replaces an earlier export. Offloaded parameters are onloaded for this, and offloaded again. A collective of all
+        ranks.
 
         Raises:
             UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.

@@ -60,7 +60,7 @@ class RouteShape:
         """Checks that this model's routers can have chosen `routes` for `tokens` tokens.
 
         Args:
-            routes: [tokens, M, K], with distinct experts in each layer.
+            routes: [tokens, M, K], each an expert's index + 1 (0: no route), with distinct experts in each layer.
             tokens: The required number of tokens.
             what: Origin of the routes, for the message.
 

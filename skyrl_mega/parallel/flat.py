@@ -29,7 +29,7 @@ class FlatPiece:
 
 def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
     """Yields boxes that together contain exactly the elements of a run of a tensor with shape `shape`, in order; none
-    for an empty run."""
+    for an empty run. `run` is (start, stop), flat indices in C order."""
     start, stop = run
     if start >= stop:
         return

@@ -66,7 +66,7 @@ class Status(str, Enum):
         return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
 
     def filtered(self, by: str) -> bool:
-        """Returns True if the overlong filter excludes a trajectory with this status from the loss.
+        """Returns True if the overlong filter, once on, excludes a trajectory with this status from the loss.
 
         Args:
             by: The setting `algorithm.overlong.filter_by`. `budgets` excludes all truncated trajectories; any other
