@@ -147,7 +147,8 @@ class Block(Protocol):
     # --- Hugging Face ---
 
     def hf_tensors(self, source: str) -> Tensors:
-        """Returns name → shape of the block's tensors in a Hugging Face checkpoint. Linear weights are [out, in]."""
+        """Returns name → shape of the block's tensors in a Hugging Face checkpoint. Linear weights are [out, in]. The
+        names begin with `source`, such as `model.layers.3`; the embedding and the head ignore it."""
         ...
 
     def float32_tensors(self, source: str) -> Sequence[str]:
@@ -171,7 +172,15 @@ class Block(Protocol):
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Adds the block's parameters on a policy rank to the builder `b`, in the order of `named_parameters()`, each
-        with the pieces of Hugging Face tensors that fill the parameter."""
+        with the pieces of Hugging Face tensors that fill the parameter. Layouts refused by `megatron_cuts` may give
+        wrong pieces without an error.
+
+        Args:
+            b: Builder of the rank's shard.
+            place: The layout, the rank and the model chunk.
+            target: Prefix of Megatron's names, such as `0.decoder.layers.1`.
+            source: Prefix of the Hugging Face names, such as `model.layers.3`.
+        """
         ...
 
     def megatron_cuts(self) -> Sequence[Cut]:
@@ -184,7 +193,8 @@ class Block(Protocol):
         return ()
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
-        """Raises UserError, naming `key`, for a layout allowed by `megatron_cuts` that trains incorrectly."""
+        """Raises UserError, naming a setting under `key` or config.json, for a layout allowed by `megatron_cuts` that
+        trains incorrectly."""
 
     def check_fp8(self, key: str) -> None:
         """Raises UserError, naming `key`, if the block has not been tested with FP8 in training, on the wire and in
@@ -198,8 +208,9 @@ class Block(Protocol):
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Adds the block's load-time parameters on engine worker `worker` (0 … `cut.workers` - 1) to the builder `b`,
-        each with the pieces of Hugging Face tensors that fill the parameter. `check_engine` and `engine_cuts` allow the
-        division."""
+        each with the pieces of Hugging Face tensors that fill the parameter. Divisions refused by `check_engine` or
+        `engine_cuts` may give wrong pieces without an error. `source` is the prefix of the names, such as
+        `model.layers.3`."""
         ...
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
@@ -208,8 +219,8 @@ class Block(Protocol):
         return ()
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
-        """Raises UserError, naming `key`, for a division of an engine allowed by `engine_cuts` that vLLM does not
-        support for this block."""
+        """Raises UserError, naming `key` or config.json, for a division of an engine allowed by `engine_cuts` that vLLM
+        does not support for this block."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
@@ -273,7 +284,8 @@ class Block(Protocol):
         return {}
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
-        """Returns the heads and experts held by a worker, as columns of the dry run's table."""
+        """Returns the heads and experts held by a worker (0 … `cut.workers` - 1), as columns of the dry run's table:
+        name → numbers from 0, as text of `share`; {} for a block without any."""
         return {}
 
 
