@@ -43,7 +43,8 @@ def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -
 
     By `advantage_traits.compares`, named: a list per named reward with a nonzero weight. turns: the answers' rewards by
     turn; a missing answer counts as the mean of all, with advantage 0. returns: the reward from a turn on, for
-    trajectories with an answer in this turn. Otherwise: the trajectories' rewards.
+    trajectories with an answer in this turn. Otherwise, and for named without any named reward: the trajectories'
+    rewards.
     """
     weights, compares = algorithm.reward_weights, algorithm.advantage_traits.compares
     if compares == "named" and (named := rewards_by_name(judged, weights)):

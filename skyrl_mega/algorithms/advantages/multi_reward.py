@@ -23,7 +23,8 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
     std divides by n - 1. A reward without an entry in `algorithm.reward_weights` has weight 1. A reward with equal
     values in the whole group adds exactly 0. mean(A) is 0, because each group sums to 0. With a single unnamed reward
-    this is GRPO, normalised a second time. Rewards that cancel leave rounding, which is set to 0.
+    this is GRPO, normalised a second time. With named rewards, `rewards_N` is not read. Rewards that cancel leave
+    rounding, which is set to 0.
 
     Returns:
         [N], in the dtype of the rewards; 0 for all trajectories if all A are 0.

@@ -19,9 +19,9 @@ def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tenso
         A_t = G_t - B_t        B_t = Σ G_t W_t / Σ W_t, over the trajectories with a t-th token
         W_t = Σ_{j ≤ t} (1 - 2 π_j + Σ_v π_j(v)²)
 
-    G_t is the return from the token on. A term of W_t is the squared length of the gradient of log π_j by the logits,
-    where π_j is the token's probability. t counts the policy's own tokens; text of the environment between two answers
-    is skipped.
+    G_t is the return from the token on, without discount, whatever `algorithm.gamma` is. A term of W_t is the squared
+    length of the gradient of log π_j by the logits, where π_j is the token's probability. t counts the policy's own
+    tokens; text of the environment between two answers is skipped.
 
     Returns:
         float64 [T]. 0 if all G_t are equal, thus also if no other trajectory is as long; if all W_t are 0, so no
