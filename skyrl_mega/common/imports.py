@@ -36,19 +36,20 @@ def load(
 ) -> Any:
     """Imports a module or file of the user and returns the object named by an import path.
 
-    Modules are found from the working directory, which is appended to `sys.path`; a file is imported once per process.
+    Modules are found from the working directory, which is appended to `sys.path`; a relative file path also starts
+    there. Each module or file is imported once per process.
 
     Args:
         path: `package.module:name` or `path/to/file.py:name`.
         key: Setting with the path, for errors.
         kind: "class" or "function", for errors. The caller checks the type of the object.
-        contract: Name → import statement, for names commonly used without an import.
+        contract: Name → import statement, shown in the error if the user's code uses this name without an import.
         stand_ins: Returns import name → module, for packages that are not installed. The user's code can import these
             modules while it is imported itself; no other code can.
 
     Raises:
-        UserError: The path has another form, the module cannot be imported, or the name in the module is missing or
-            None.
+        UserError: The path has another form, the module cannot be imported (also if the user's code raises), or the
+            name is missing at the top level of the module or None.
     """
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:

@@ -24,10 +24,11 @@ def records(file: Path) -> Iterator[Any]:
     """Yields every row of a `.parquet`, `.json` (a list) or JSON-lines file; only a `.json` file is loaded as a whole.
 
     A row of a parquet file is a dict, a row of the other formats any JSON value. Every other suffix is read as JSON
-    lines.
+    lines, without blank lines. Errors occur during iteration: rows before a wrong row have been yielded by then.
 
     Raises:
-        UserError: The file does not exist or cannot be read, or a row is not of the suffix's format.
+        UserError: The file does not exist or cannot be read, a row is not of the suffix's format, a `.json` file
+            exceeds `LARGEST_JSON`, or a line exceeds `safe_read.MOST_BYTES`.
     """
     try:
         if file.suffix == ".parquet":
@@ -48,7 +49,8 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatch]:
-    """Yields a file's rows in batches of at most `most` rows and about `BYTES_AT_ONCE` encoded bytes.
+    """Yields a file's rows, in order and each once, in batches of at most `most` rows and about `BYTES_AT_ONCE` encoded
+    bytes.
 
     Arrow supports at most 2 GiB of text per batch in a nested column; a file may exceed this with few rows. The size
     stated in a file is the encoded size, and repeated text is encoded only once. Therefore a batch found to be too
@@ -56,6 +58,7 @@ def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatc
 
     Raises:
         ArrowNotImplementedError: A single row is too large.
+        OSError, pyarrow.ArrowException: The file is damaged.
     """
     for groups, count, size in _groups(reader, most):
         rows, done = max(1, min(most, BYTES_AT_ONCE * count // max(1, size))), 0

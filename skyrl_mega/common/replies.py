@@ -56,8 +56,8 @@ async def ask_again(
 ) -> tuple[httpx.Response, bytes]:
     """Sends a request, with retries; returns the response and the bytes of the first reply with a final status.
 
-    Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses. Every other status is
-    final, errors such as 404 included.
+    Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses; the service may therefore
+    process the same request several times. Every other status is final, errors such as 404 included.
 
     Args:
         http: Client with the connections.
@@ -70,6 +70,7 @@ async def ask_again(
     Raises:
         NoAnswer: The attempts or the time are used up.
         Malformed: The reply exceeds MOST_BYTES, or uses another encoding.
+        httpx.DecodingError: The reply's compressed bytes are broken.
     """
     end, pause, attempts = time.monotonic() + retries.total_s, retries.first_pause_s, 0
     while True:
@@ -94,7 +95,8 @@ async def ask_again(
 def error_text(response: httpx.Response, data: bytes) -> str:
     """Returns the error message of a reply as a single line of at most 300 characters.
 
-    Uses `error.message` of a JSON reply, else the start of the reply's text.
+    Uses `error.message` and `error.code` of a JSON reply, else the start of the reply's text; for an empty reply the
+    name of its status, such as `Not Found`.
     """
     try:
         body = parse_json(data)

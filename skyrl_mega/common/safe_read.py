@@ -32,7 +32,8 @@ class Malformed(ValueError):
 
 
 def parse_json(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
-    """Returns the value of a JSON text with finite numbers, valid Unicode and bounded depth.
+    """Returns the value of a JSON text with finite numbers, whole numbers of at most `LONGEST_INTEGER` bits, valid
+    Unicode and bounded depth.
 
     Args:
         data: The text.
@@ -57,7 +58,8 @@ def parse_json(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEP
 
 
 def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
-    """Returns the JSON value at index `start` of a text (whitespace is skipped) and the index after the value.
+    """Returns the JSON value at index `start` of a text (whitespace is skipped) and the index after the value. Any text
+    may follow the value.
 
     Raises:
         Malformed: No value begins there, or `parse_json` would reject the value.
@@ -76,7 +78,8 @@ def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any
 
 
 def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
-    """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers.
+    """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers, in the value and in
+    all keys and entries of its mappings, lists and tuples. Values of other types pass.
 
     Raises:
         Malformed: The value violates one of these rules.
@@ -140,10 +143,11 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Opens a regular file for reading. Never blocks on a FIFO without a writer.
+    """Opens a regular file for reading; the caller closes the file. Never blocks on a FIFO without a writer.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
+        ValueError: The name contains NUL.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -159,6 +163,7 @@ def check_regular(file: Path) -> None:
 
     Raises:
         OSError: The file is missing or not a regular file.
+        ValueError: The name contains NUL.
     """
     _check_kind(file, os.stat(file))
 
@@ -167,7 +172,8 @@ def check_folder(folder: Path, fix: str) -> None:
     """Checks the files of a folder, without subfolders, before libraries open them by path.
 
     Raises:
-        UserError: A file is not regular, or too large to be read whole: path, reason and `fix`.
+        UserError: The folder cannot be listed, a file is not regular, or a file with a suffix of `WHOLE_FILE_SUFFIXES`
+            exceeds MOST_BYTES: path, reason and `fix`. A broken link is no error.
     """
     try:
         files = sorted(folder.iterdir())
@@ -227,7 +233,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises an OSError of the block again with `path`, if the error names no file, as for a full disk."""
+    """Raises an OSError of the `with` block again with `path`, if the error names no file, as for a full disk. Other
+    errors pass unchanged; nothing is written here."""
     try:
         yield
     except OSError as error:

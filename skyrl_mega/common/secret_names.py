@@ -87,7 +87,7 @@ SHOWN = re.compile(r"(?P<plain>(?:(?!: | is not known|;).)+)")
 def is_secret(key: str, value: Any) -> bool:
     """Returns True if a setting must be masked, by the words of its key or of a group above, such as `auth.value`.
 
-    Returns False for booleans, empty text, mappings and lists. A number must be masked only if a word such as
+    Returns False for None, booleans, empty text, mappings and lists. A number must be masked only if a word such as
     `password` (`HIDE_NUMBERS`) ends its key or a group's name.
 
     Args:
@@ -115,7 +115,8 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def hide_in_text(text: str) -> str:
-    """Returns a text with secrets masked: in addresses, connection strings, headers, JSON and command options."""
+    """Returns a text with secrets replaced by `***`: in addresses, connection strings, headers, JSON and command
+    options. References such as `${oc.env:NAME}` stay."""
     if SCHEME.fullmatch(text):
         return MASK
     for start, end in reversed(list(secret_spans(text))):
@@ -125,7 +126,10 @@ def hide_in_text(text: str) -> str:
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yields start and end index of each secret in a text: the value after a name, as in `api_key=…` or `--token …`."""
+    """Yields start and end index of each secret in a text: the value after a name, as in `api_key=…` or `--token …`.
+
+    Includes values that are a reference (`${…}`) or masked already; excludes a password before a host (`user:…@host`).
+    """
     position = 0
     while pair := PAIR.search(text, position):
         position = pair.end("name")
@@ -137,7 +141,8 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_option(word: Any) -> bool:
-    """Returns True if a word of a command is an option, such as `--api-key`, followed by a secret as next word."""
+    """Returns True if a word of a command is an option with the name of a secret, such as `--api-key`: the next word
+    must be masked. False for `--api-key=…`, and for anything but text."""
     return (
         isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _has_secret_name(word.lstrip("-"))
     )

@@ -40,7 +40,7 @@ _literal: set[str] = set()
 def note_literal(given: Iterable[tuple[str, Any]]) -> None:
     """Remembers the secrets literally present in settings, before any error can repeat them; forgets earlier ones.
 
-    `hidden` and `masked` then replace these secrets in every text.
+    `hidden` and `masked` then replace these secrets, of at least `SHORT` characters, in every text.
 
     Args:
         given: Dotted keys and values as given, mappings and lists included.
@@ -53,7 +53,7 @@ def note_literal(given: Iterable[tuple[str, Any]]) -> None:
 
 
 def note(settings: Any) -> None:
-    """Remembers the secrets taken from the environment, before the settings are resolved.
+    """Remembers the secrets taken from the environment, before the settings are resolved; keeps earlier ones.
 
     Args:
         settings: Nested settings with interpolations such as `${oc.env:HF_TOKEN}` as written.
@@ -68,6 +68,9 @@ def note(settings: Any) -> None:
 
 def note_resolved(settings: Any, resolved: Any) -> None:
     """Remembers the text as written of each setting with an interpolated secret; `masked` returns this text.
+
+    To be called after `note` for the same settings; forgets the texts of earlier settings. A variable of the
+    environment in a setting whose value is no text, such as a number, no longer counts as a secret.
 
     Args:
         settings: Nested settings with interpolations as written.
@@ -89,7 +92,8 @@ def note_resolved(settings: Any, resolved: Any) -> None:
 
 
 def still_masked(settings: Any) -> tuple[str, str] | None:
-    """Returns key and value of a secret still masked from an earlier output; None if all secrets are given."""
+    """Returns key and value of the first setting with a secret still masked (`***`) from an earlier output; None if all
+    secrets are given."""
     for key, value in leaves(settings):
         if key.startswith(LITERAL) or not isinstance(value, str):
             continue
@@ -163,7 +167,8 @@ def all_hidden(value: Any) -> Any:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of every entry in nested mappings and lists; an index is a part of the key.
+    """Yields dotted key and value of every entry in nested mappings and lists; an index is a part of the key. An empty
+    mapping or list yields nothing; any other value yields itself.
 
     Args:
         value: Mappings, lists and values.
