@@ -91,7 +91,8 @@ class SimulatedEngine:
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, request: Request) -> asyncio.Future[Completion]:
-        """Queues a request and returns the future of its answer, which will have `max_tokens` tokens."""
+        """Queues a request and returns the future of its answer, which will have `max_tokens` tokens. While the engine
+        is paused, the request waits."""
         answer: asyncio.Future[Completion] = self.loop.create_future()
         self._advance()
         self.waiting.append((request, answer))

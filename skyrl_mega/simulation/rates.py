@@ -85,7 +85,8 @@ def scale_down(config: Config, rates: Rates) -> tuple[Config, Rates]:
     trajectory and engine represents several.
 
     A simulated engine with n running sequences writes and reads at the total rate of the represented real engines with
-    the represented sequences. The training time of a step stays the same.
+    the represented sequences. The training time of a step stays the same. `environment` stays unscaled
+    (`calls.Bounds.of`).
     """
     data, prompts = config.data, prompts_played(config)
     factor = data.prompts_per_step / prompts

@@ -64,10 +64,11 @@ class Outcome:
 
 def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, seed: int = 0) -> Outcome:
     """Returns the averages of `steps` simulated steps in a steady state. Takes seconds, without any process or GPU.
+    `run.steps` and dynamic sampling have no effect.
 
     Args:
         config: The settings, mainly `asynchrony`, `data` and `environment`.
-        rates: Durations of the run's parts.
+        rates: Durations of the run's parts at full size; scaled down here (`scale_down`).
         workload: Distribution of trajectories.
         steps: Number of measured steps.
         seed: Seed of the trajectories, unless recorded; the same in every mode.

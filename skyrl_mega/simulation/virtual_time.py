@@ -45,8 +45,8 @@ class VirtualTime(asyncio.SelectorEventLoop):
         *args: *Given,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedules a callback at the tick nearest to `when`, in virtual seconds. A callback later than `longest_s`
-        never runs."""
+        """Schedules a callback at the tick nearest to `when`, in virtual seconds since the start. A callback later than
+        `longest_s` never runs."""
         if when > self.longest_s:
             return asyncio.TimerHandle(when, callback, args, self, context)
         if self.tick_s:
@@ -115,6 +115,7 @@ class VirtualLoop:
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
         """Returns at once if `ready` holds; else waits for the next `changed`, at most for `seconds` of virtual time.
+        The caller checks the condition again, because it may still not hold.
 
         The limit is at least a tick: otherwise a caller polling faster than the clock ticks would see the same time
         forever.

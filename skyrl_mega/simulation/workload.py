@@ -69,7 +69,7 @@ class LogNormal:
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
     def capped_mean(self, most: float) -> float:
-        """Returns the exact mean of min(value, most) over the distribution."""
+        """Returns the exact mean of min(value, most) over the distribution. `most` is above 0 and finite."""
         if not self.mean or not self.sigma:
             return min(self.mean, most)
         z = math.log(most / self.mean) / self.sigma
@@ -81,9 +81,9 @@ class LogNormal:
         """Returns the distribution that a text `MEAN` or `MEAN,SIGMA` describes.
 
         Args:
-            text: The text.
+            text: The text; without SIGMA, sigma is 0.
             option: Name of the option, for the error.
-            lowest, highest: Bounds of the mean.
+            lowest, highest: Bounds of the mean, both allowed.
             key: Setting that gives the upper bound, for the error; empty without any.
 
         Raises:
@@ -181,12 +181,13 @@ class Recorded:
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
         """Returns the recorded trajectories of all steps of a run. The order of groups is random but fixed.
+        Trajectories without an answer are left out.
 
         Args:
-            folder: Folder of the run.
+            folder: Folder of the run, the user's `--like` in errors.
 
         Raises:
-            UserError: A file is unreadable, or there are no trajectories.
+            UserError: A file is unreadable, or there are no trajectories with an answer, as in a missing folder.
         """
         groups = []
         for file in by_step(folder / "trajectories", ".parquet").values():
@@ -218,7 +219,8 @@ Workload = Synthetic | Recorded
 
 
 def turns_of(steps: Sequence[TrajectoryStep]) -> list[Turn]:
-    """Returns a trajectory's answers as turns, without empty answers."""
+    """Returns a trajectory's answers as turns, without empty answers. [] if no answer has a token; tokens after the
+    last answer are not counted."""
     turns, read = [], 0
     for step in steps:
         if step.kind is Kind.RESPONSE:
