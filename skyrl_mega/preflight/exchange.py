@@ -27,7 +27,8 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
         timeout_s: Time limit of a connection or collective, in seconds.
 
     Raises:
-        RuntimeError: The received bytes differ from the sent bytes.
+        RuntimeError: The other end does not answer in time (torch's `DistError`), or the received bytes differ from the
+            sent bytes.
     """
     import torch
     import torch.distributed as dist

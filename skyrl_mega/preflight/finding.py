@@ -38,7 +38,7 @@ def most_common(values: Mapping[str, T]) -> T:
 
 def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[str]:
     """Returns the largest group of nodes that are linked, directly or through others; the first of equally large
-    groups.
+    groups; empty without nodes.
 
     Args:
         nodes: Names of the nodes.

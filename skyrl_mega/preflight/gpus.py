@@ -142,7 +142,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def recent_xids() -> tuple[tuple[str, int], ...] | None:
-    """Returns (bus id, Xid) pairs of the last `RECENT_S` seconds of the kernel's log; None if unreadable."""
+    """Returns (bus id, Xid) pairs of the last `RECENT_S` seconds of the kernel's log, of every Xid and not only of
+    `XIDS`; None if unreadable."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -182,7 +183,8 @@ def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], 
 
 
 def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
-    """Returns findings about missing, unhealthy, busy and unequal GPUs: bad, or warn if a run may work nevertheless.
+    """Returns findings about missing, unhealthy, busy and unequal GPUs: bad, or warn if a run may work nevertheless; []
+    without any. More GPUs than wanted are no finding.
 
     Args:
         facts: State of the GPUs by node.

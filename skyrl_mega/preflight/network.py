@@ -63,7 +63,8 @@ class Listener:
 
 
 def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) -> dict[str, str]:
-    """Connects to the nodes' listeners; returns node → reason for unreachable nodes only.
+    """Connects to the nodes' listeners; returns node → reason for unreachable nodes only, also if another program
+    answers at the address.
 
     Args:
         endpoints: Node → its listener.
@@ -119,7 +120,8 @@ class PairRate:
 
 
 def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Returns rounds of pairs of neighbours in a ring: each node with the next, the last with the first.
+    """Returns rounds of pairs of neighbours in a ring: each node with the next, the last with the first. Two nodes are
+    a single pair.
 
     No node is twice in a round, so the pairs of a round can be measured at the same time. [] for fewer than two nodes.
     """
@@ -146,12 +148,12 @@ def exchange(
     Runs in a separate process, killed after `timeout_s`. The partner must call this function at the same time.
 
     Args:
-        leader: Address and port of rank 0.
+        leader: Address of rank 0, and port of its `listening`.
         address: This node's address.
         device: `cuda` (NCCL over the first GPU) or `cpu` (gloo).
         mib: Size of a message in MiB.
         timeout_s: Time limit of the whole exchange in seconds.
-        listening: Rank 0's socket, closed at the end; None for rank 1.
+        listening: Rank 0's socket (`exchange_socket`), closed at the end, also after an error; None for rank 1.
 
     Raises:
         TimeoutError: The exchange took longer than `timeout_s`.
@@ -208,7 +210,7 @@ class ExpectedRate:
 
 
 def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[NodeProblem]:
-    """Returns findings about the links between nodes, at most one per node.
+    """Returns findings about the links between nodes, at most one per node; [] if all links are good.
 
     A link is bad if broken or slower than half the median. If all links of a node (at least two) are bad, only that
     node gets a finding; any other bad link gets a finding at both ends. If no link is bad, but the median is below half

@@ -34,10 +34,10 @@ class PathFacts:
 
 def gather(run: Path, token: str, name: str) -> PathFacts:
     """Returns facts about the folders on this node, and writes the file `.preflight-<token>.<name>` with content `name`
-    in the run's folder.
+    in the run's folder. A folder that is missing or not writable is not raised but described in `PathFacts.errors`.
 
     Args:
-        run: The run's existing folder.
+        run: The run's folder.
         token: Identifier shared by all nodes of a preflight.
         name: Name of this node.
     """
@@ -56,7 +56,7 @@ def gather(run: Path, token: str, name: str) -> PathFacts:
 
 def unseen(run: Path, token: str, names: Sequence[str], wait_s: float = SETTLE_S) -> list[str]:
     """Waits until this node sees the file written by `gather` on each node; returns the nodes whose file is still
-    missing after `wait_s` seconds.
+    missing after `wait_s` seconds, and [] as soon as none is missing.
 
     Args:
         run: The run's folder.
@@ -90,7 +90,8 @@ def _mark(run: Path, token: str, name: str) -> Path:
 
 
 def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[str]], run: Path) -> list[NodeProblem]:
-    """Returns findings (bad) for nodes on which the run's folder is missing, not writable or another folder.
+    """Returns findings (bad) for nodes on which the run's folder is missing, not writable or another folder; [] without
+    any.
 
     Args:
         facts: State of the folders by node.
@@ -109,7 +110,8 @@ def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[s
 
 
 def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[NodeProblem]:
-    """Returns findings about free space: bad if too little for the checkpoints, warn if little in /tmp or /dev/shm.
+    """Returns findings about free space: bad if too little for the checkpoints, warn if little in /tmp or /dev/shm; []
+    without any.
 
     Args:
         facts: State of the folders by node.

@@ -53,11 +53,12 @@ def before_run(config: Config, path: Path, folder: Path, console: Console) -> No
     Args:
         config: The settings, with `cluster.device` decided.
         path: The model's folder.
-        folder: The run's folder, for the report.
+        folder: The run's folder, which exists, for the report.
         console: Prints the findings.
 
     Raises:
-        ClusterError: A node is unfit, or nodes are missing. Names all unfit nodes and a cause.
+        ClusterError: A node is unfit, or nodes are missing. Names all unfit nodes and a cause; the report is written.
+        UserError: The model's config.json is missing here or of an unsupported type.
     """
     wanted = config.cluster.preflight
     if wanted == "never" or (wanted == "auto" and config.cluster.device != "cuda"):
@@ -84,6 +85,9 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
         path: The model's folder, expected on every node unless the run builds the model.
         folder: The run's folder, which exists here.
         device: `cpu` or `cuda`.
+
+    Raises:
+        UserError: The model's config.json is missing here or of an unsupported type.
     """
     start = time.perf_counter()
     timeout = config.cluster.preflight_timeout_s
@@ -158,11 +162,14 @@ def cluster_nodes() -> list[ClusterNode]:
 
 def checkpoint_bytes(config: Config, path: Path) -> int:
     """Returns the maximum bytes of the run's checkpoints on disk: all kept checkpoints, and the next while being
-    written.
+    written. 0 for a run without checkpoints.
 
     Args:
         config: The settings.
         path: The model's folder; if missing, the config of `model.build` is used.
+
+    Raises:
+        UserError: There is neither a config.json nor `model.build`, or the model's type is not supported.
     """
     hf = read_config(path) if path.exists() else model_config(config)
     return disk(config, architecture(hf).describe(hf)).kept

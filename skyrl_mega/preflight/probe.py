@@ -82,10 +82,14 @@ class Probe:
         """Returns the rate between this node and its partner, in 10⁹ bytes per second in each direction.
 
         Args:
-            is_leader: True for the node whose `open_exchange` was called.
-            leader: Address of this node and port returned by `open_exchange`.
+            is_leader: True on the node of the pair whose `open_exchange` was called, anew for each exchange.
+            leader: Address of that node, and the port returned by its `open_exchange`; the same on both nodes.
             mib: Size of a message in MiB.
-            timeout_s: Time limit.
+            timeout_s: Time limit in seconds.
+
+        Raises:
+            TimeoutError: The exchange took longer than `timeout_s`.
+            RuntimeError: The exchange failed.
         """
         leader_socket = self._exchange_socket if is_leader else None
         return network.exchange(leader, self.address, self.settings.device, mib, timeout_s, leader_socket)

@@ -14,6 +14,7 @@ from skyrl_mega.models.published import how_to_get, hub_name
 
 def check_present(config: Config) -> None:
     """Checks the existence of the models' folders and of the data files on this machine, without reading them.
+    `model.path` may be missing with `model.build`, and data files with `data.prepare`.
 
     Raises:
         UserError: Some are missing. One line names all keys and paths, and how to get the files.
@@ -32,10 +33,11 @@ def data_files(config: Config) -> dict[str, list[str]]:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """Returns the config.json of `model.path`, or the one to be written by `model.build`.
+    """Returns the content of config.json in `model.path`; if that folder is missing and `model.build` given, the
+    content to be written.
 
     Raises:
-        UserError: The config.json is missing.
+        UserError: The config.json is missing or unreadable.
     """
     path = Path(config.model.path)
     if config.model.build is None or path.exists():
