@@ -209,7 +209,8 @@ def plan_job(
 
 
 def overlapping_entries(job: ExportJob, slab: Slab) -> Iterator[tuple[int, Box]]:
-    """Yields every checkpoint entry with rows of a slab: the index in `job.entries`, and the box of these rows."""
+    """Yields every checkpoint entry with rows of a slab: the index in `job.entries`, and the box of these rows in the
+    whole tensor's coordinates."""
     for index in job.entries_of[slab.tensor]:
         entry = job.entries[index]
         low = max(entry.box.start[0], slab.first)

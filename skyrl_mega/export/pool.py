@@ -29,13 +29,14 @@ class WorkerDied(RuntimeError):
 
 
 def run(job: ExportJob, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:
-    """Runs `ExportWorker(job, folder).method(item)` for all items; yields (item, answer) in order of completion.
+    """Runs `ExportWorker(job, folder).method(item)` for all items; yields (item, answer) in order of completion. Work
+    starts, and errors occur, during iteration.
 
     Args:
         job: The plan, given to every worker.
         folder: Folder of the files being written.
         method: Name of a method of `ExportWorker`.
-        items: Arguments of the method.
+        items: Arguments of the method; at least one.
         workers: Number of processes; with 1, or a single item, the calling process does the work.
 
     Raises:

@@ -60,7 +60,8 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
-        """Yields a phase to be advanced within the `with`, and prints a line (`ExportPhase.line`) at the end.
+        """Yields a phase to be advanced within the `with`, and prints a line (`ExportPhase.line`) at the end, unless
+        the block raises.
 
         Args:
             name: Name of the phase, such as `write`.

@@ -19,7 +19,7 @@ def requantise(
     other block gets the scale largest magnitude / 448, as in vLLM, and numbers rounded to nearest even.
 
     Args:
-        values_RC: Weights; the first row begins a row of blocks.
+        values_RC: Weights; the first row begins a row of blocks. The last row and column of blocks may be partial.
         numbers_RC: The source's E4M3 numbers of the same rows.
         scales_IJ: The source's scales of the same rows' blocks.
         model: Type of the model in training, in which the source was loaded.

@@ -38,11 +38,12 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
 
     Args:
         path: A run's folder, one of its checkpoints, or the policy's folder in a checkpoint.
-        step: Step of a run's checkpoint; None means the newest.
-        model: A Hugging Face directory; None means the run's `model.path`.
+        step: Step of a run's checkpoint; None means the newest. Only for a run's folder.
+        model: A Hugging Face directory; None means the `model.path` of the run that contains `path`.
 
     Raises:
-        UserError: The checkpoint is missing, incomplete or of an earlier version, or the model is missing.
+        UserError: The checkpoint is missing, incomplete or of an earlier version; the model or, without `model`, the
+            run's config.yaml is missing; or `step` is given for another folder than a run's.
     """
     if not path.is_dir():
         raise UserError("no such folder", key=path, fix="give a run's folder or one of its checkpoints")
@@ -66,7 +67,8 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
 
 
 def check_output(output: Path) -> None:
-    """Raises UserError if the output folder contains anything already, or the disk cannot be written to."""
+    """Raises UserError if the output is a file, a folder with entries, or in a place where this user may not write. A
+    missing or empty folder is allowed, and nothing is created."""
     refuse_folder(output, f"--output {output}")
     parent = disk_of(output)
     if not os.access(parent, os.W_OK):

@@ -65,8 +65,13 @@ class ExportWorker:
         self._places = {tensor: (file.name, at) for file in job.files for tensor, at in file.offsets.items()}
 
     def write(self, index: int) -> tuple[int, list[ReadRows]]:
-        """Writes batch `index` of `job.batches` into its file; returns the bytes written, and checksums of the data
-        read."""
+        """Writes batch `index` of `job.batches` into its file, which must exist; returns the bytes written, and
+        checksums of the data read. The caller compares the checksums.
+
+        Raises:
+            Damaged: A file of the checkpoint is too short.
+            OSError: A file cannot be read or written.
+        """
         batch = self.job.batches[index]
         pieces: list[ReadRows] = []
         at = scale_bytes = 0
@@ -171,7 +176,7 @@ class ExportWorker:
 
         Raises:
             ExportMismatch: The files differ; names the tensor and the entry.
-            Damaged: The entry differs from the saved state.
+            Damaged: The entry's file is too short or differs from the saved state.
         """
         job, entry = self.job, self.job.entries[index]
         file, crc = self.folder / self._places[entry.tensor][0], 0
