@@ -7,7 +7,8 @@ from skyrl_mega.evaluate import RESUME_HINT
 
 
 def remove_leftover_sandboxes() -> None:
-    """Removes sandbox folders left by a killed driver."""
+    """Removes sandbox folders of this user's dead processes from the system's temporary folder; those of running
+    processes stay."""
     from skyrl_mega.envs.sandbox import folders
 
     folders.sweep(tempfile.gettempdir())

@@ -159,6 +159,7 @@ class EndpointClient:
         Raises:
             UserError: The endpoint refused the request, the key or the model's name.
             EndpointFailed: No answer in ATTEMPTS attempts, or an answer in an unknown form.
+            httpx.DecodingError: The compressed bytes of an answer are broken.
         """
         sampling = self.sampling
         body: dict[str, Any] = {
@@ -322,7 +323,7 @@ def with_stop_string(text: str, choice: Mapping[str, Any], stops: Sequence[str])
     """Returns a reply's text with the stop string that ended it: endpoints leave this string out.
 
     vLLM (`stop_reason`) and SGLang (`matched_stop`) report the stop string. For other endpoints, a reply stopped inside
-    an open tag gets the stop string closing this tag.
+    an open tag gets the stop string closing this tag. Every other text is returned unchanged.
 
     Args:
         text: The text of the reply.

@@ -45,7 +45,8 @@ class EngineSource:
             player.router.close()
 
     def refill(self) -> None:
-        """Waits until an engine has restarted with the weights of `model.path`, and lets it serve again.
+        """Lets all running engines serve, with the weights of `model.path`; if none runs, restarts the failed engines
+        and waits for the first.
 
         Raises:
             ActorFailed: No engine could be restarted.
@@ -67,7 +68,8 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
         console: Shows the progress.
 
     Raises:
-        UserError: vLLM rejects the settings.
+        UserError: vLLM rejects the settings, or the cluster at RAY_ADDRESS does not answer.
+        ClusterError: Ray did not start, or lacks the GPUs.
         ActorFailed: An actor did not start.
     """
     device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor

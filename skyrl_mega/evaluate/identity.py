@@ -25,7 +25,10 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
 
     Args:
         config: The settings.
-        endpoint: The endpoint in place of `model.path`, if any.
+        endpoint: The endpoint in place of `model.path`; None reads the files of `model.path`.
+
+    Raises:
+        OSError: A file of `model.path` cannot be read.
     """
     sampling, environment = evaluation_sampling(config), config.environment
     if endpoint is None:
@@ -91,7 +94,10 @@ def digest(value: Any) -> str:
 def fingerprint(model: Path) -> str:
     """Returns 16 hex digits that identify the content of a Hugging Face directory, whatever its path.
 
-    Of a weight file, `PLACES` blocks are read; other files (`WHOLE`) are read whole.
+    Of a weight file, `PLACES` blocks are read; files with a suffix in `WHOLE` are read whole, all others ignored.
+
+    Raises:
+        OSError: The directory is missing, or a file cannot be read.
     """
     digest = hashlib.sha256()
     for file in sorted(model.iterdir()):

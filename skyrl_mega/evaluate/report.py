@@ -120,7 +120,8 @@ def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:
 
 
 def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any]:
-    """Returns the results as JSON values: scores of each set, the two means, and published tables.
+    """Returns the results as JSON values: scores of each set, the two means, and published tables; null for a missing
+    score or mean.
 
     Args:
         sets: The sets, in row order.
@@ -136,7 +137,8 @@ def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table with aligned columns: the first to the left, numbers to the right."""
+    """Returns a Markdown table with aligned columns: the first to the left, all others to the right. Each row has as
+    many cells as `head`; a `|` in a cell is not escaped."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -144,11 +144,15 @@ class Results:
         return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a sample to the set's file; from then on a crash of this process does not lose the sample.
+        """Appends a sample to the set's file; from then on a crash of this process does not lose the sample. Replaces
+        an earlier sample of the same prompt and number.
 
         Args:
             name: Name of the set.
             row: Result of `row_of`.
+
+        Raises:
+            OSError: The file cannot be written, as on a full disk.
         """
         if name not in self._files:
             self._files[name] = self._file(name).open("ab", buffering=0)
@@ -213,7 +217,7 @@ def open_results(
 
     Raises:
         UserError: The folder cannot be created, is in use by another process, or contains an evaluation of another
-            model or with other settings.
+            model, with other settings or other prompts, a damaged line of samples, or files but no evaluation.
     """
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -44,10 +44,10 @@ def sample_missing(
 
     Args:
         source: Source of players.
-        tasks: The samples to generate.
+        tasks: The samples to generate, such as `results.missing`: saved samples are generated again.
         results: Stores the samples.
         metrics: Returns the metrics declared by an environment, by the environment's name.
-        progress: Called with the number of finished samples.
+        progress: Called after each sample with the number finished by this call, from 1.
         say: Prints a line about the first sample with a failed environment; failed samples get no score.
 
     Raises:

@@ -52,7 +52,7 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
             `data_source`. If empty, `data.eval` is split the same way.
 
     Raises:
-        UserError: No set, an invalid or repeated name, or an invalid row.
+        UserError: No set, a missing file, an invalid or repeated name, or an invalid row.
     """
     if not given and not config.data.eval:
         raise UserError("data.eval is empty: allowed is a list of parquet files", fix="or give --set NAME=file.parquet")
@@ -85,7 +85,7 @@ def drop_long_prompts(
         environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
 
     Raises:
-        UserError: A set would be empty.
+        UserError: A set would be empty, an environment is unknown, or the template rejects a prompt (`TemplateError`).
     """
     kept, config = [], environments or EnvironmentConfig()
     for s in sets:
