@@ -9,7 +9,8 @@ from skyrl_mega.launch import GOES_ON
 
 
 def sandboxes_left() -> None:
-    """Removes the folders of sandboxed programs left by a killed driver in the system's temporary folder."""
+    """Removes the folders of sandboxed programs left by a killed driver in the system's temporary folder; folders of
+    running processes stay."""
     from skyrl_mega.envs.sandbox import folders
 
     folders.sweep(tempfile.gettempdir())
