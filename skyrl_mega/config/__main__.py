@@ -93,10 +93,10 @@ def _default(value: Any) -> str:
 
 
 def main() -> int:
-    """Prints the manual; returns the exit code.
+    """Prints the manual; returns the exit code 0.
 
     Raises:
-        UserError: The command has other arguments than `migrate`.
+        UserError: The command has an argument; `migrate` is not handled here.
     """
     if len(sys.argv) > 1:
         raise UserError(

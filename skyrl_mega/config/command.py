@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
         """Parses arguments like the base class, after checking for valid text.
 
         Raises:
-            UserError: An argument is not UTF-8 or contains NUL.
+            UserError: An argument is not UTF-8 or contains NUL, or a value is not allowed.
+            SystemExit: After `--help`.
         """
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
@@ -55,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: An option is unknown or a value is not allowed.
             UserErrors: An option or key belongs to another program (SkyRL, verl, …); names our settings.
+            SystemExit: After `--help`.
         """
         words = sys.argv[1:] if args is None else list(args)
         if lines := lookup.options(words, self._option_string_actions):
@@ -94,8 +96,8 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
     """Runs a command, prints its error as lines on standard error, and returns the exit code.
 
     The code is WRONG_INPUT (2) after a `UserError` or a file that cannot be read or written; FAULT (1) after a disk
-    fault or `sys.exit` in user code; DONE (0) after `--help` or if the reader of standard output closed, as with
-    `| head`; otherwise the result of `run`. Other exceptions pass through.
+    fault, an OSError without a file, or `sys.exit` in user code; DONE (0) after `--help` or if the reader of standard
+    output closed, as with `| head`; otherwise the result of `run`. Other exceptions pass through.
 
     Args:
         run: The command.

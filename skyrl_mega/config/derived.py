@@ -64,7 +64,7 @@ def critic_layout(config: Config) -> LayoutConfig:
 
 def critic_model(config: Config) -> PolicyConfig:
     """Returns the critic's settings as a PolicyConfig, without replay of routes; settings missing in the critic are
-    copied from the policy."""
+    copied from the policy. `ranks` is 0 without a critic."""
     critic = config.critic
     return replace(
         config.policy,
@@ -303,7 +303,8 @@ def on_driver_node(environment: EnvironmentConfig) -> bool:
 
 
 def share_of(total: int, among: int, place: int) -> int:
-    """Returns the part of a run-wide total for one of several processes: an even division, but at least 1.
+    """Returns the part of a run-wide total for one of several processes: an even division, but at least 1, so that the
+    parts may exceed a total smaller than `among`.
 
     Args:
         total: The run-wide number, such as threads.

@@ -84,11 +84,12 @@ def group(inner: Mapping[str, Option], doc: str) -> Option:
 
 
 def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[str, Any]:
-    """Checks options given by the user and returns all declared options, with defaults for missing options.
+    """Checks options given by the user and returns all declared options in a new dict, with defaults for missing
+    options.
 
     Args:
         key: Name of the setting with the options, for errors: `environment.options.math`.
-        given: Value of the setting.
+        given: Value of the setting; None counts as no options.
         declared: Declared options; None accepts any option.
 
     Raises:

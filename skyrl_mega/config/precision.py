@@ -176,7 +176,7 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
 
 
 def fp8_notes(config: Config) -> Iterator[str]:
-    """Yields notes for the user about FP8 in training, weight sync and engines, for a run on GPUs."""
+    """Yields notes for the user about FP8 in training, weight sync and engines, for a run on GPUs; none without FP8."""
     recipe, wire, size = config.policy.precision.recipe, config.weights.wire, config.cluster.gpu_memory_gib
     trains, serves = recipe != "model", fp8_weights(config.rollout)
     if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:

@@ -47,11 +47,13 @@ def machine_mib(limit: Path = CGROUP) -> float:
 def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     """Returns the memory of all sandboxed programs in MiB, including their disks, which are held in memory.
 
-    Counts every environment named in the settings: with options, as the default, or in `data.prepare`.
+    Counts every environment named in the settings: with options, as the default, or in `data.prepare`; 0 if none of
+    these is sandboxed. With `cluster.host_memory_gib=null`, the default limit depends on the memory of this machine.
 
     Args:
         config: The settings.
-        trajectories: Concurrent trajectories; if None, computed from training and evaluations.
+        trajectories: Concurrent trajectories; None computes the number from training and evaluations, and reads the row
+            counts of `data.eval`. `environment.slots` limits both.
     """
     from skyrl_mega.config.derived import max_open_trajectories
 

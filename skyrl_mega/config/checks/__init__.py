@@ -41,7 +41,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     Args:
         config: The settings.
         planned: True if nothing will be started. Settings supported only in a plan are then accepted, and
-            `cluster.device=auto` means GPUs.
+            `cluster.device=auto` means GPUs. False: with `cluster.device=auto` the number of GPUs is not checked.
 
     Raises:
         UserError: A setting is rejected; names key, value, allowed values and fix.
@@ -76,7 +76,8 @@ def check(config: Config, *, planned: bool = False) -> None:
 
 
 def check_evaluation(config: Config, engines: bool = True) -> None:
-    """Raises UserError for settings with which no evaluation can run; settings used only in training are not checked.
+    """Raises UserError for settings with which no evaluation can run; settings used only in training, and the number of
+    GPUs (`check_gpus`), are not checked.
 
     Args:
         config: The settings.

@@ -115,7 +115,8 @@ def check_enough(c: Config, prompts: int, what: str) -> Refusals:
 
 
 def check_cluster(c: Config, planned: bool) -> None:
-    """Checks engines, layers and GPUs for the devices of the cluster.
+    """Checks engines, layers and GPUs for the devices of the cluster. GPUs are checked for `cluster.device=cuda`, and
+    for auto if `planned`.
 
     Args:
         c: The settings.
@@ -143,7 +144,8 @@ def check_spec(c: Config) -> Refusals:
 def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refusals:
     """Raises a UserError if the cluster has too few GPUs, or a tensor parallel group or an engine would cross nodes.
 
-    Policy, reference, critic and engines need separate GPUs, except engines colocated with policy ranks.
+    Policy, reference, critic and engines need separate GPUs, except engines colocated with policy ranks. Assumes a run
+    on GPUs, whatever `cluster.device` is.
 
     Args:
         c: The settings.

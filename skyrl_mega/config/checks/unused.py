@@ -24,7 +24,8 @@ from skyrl_mega.config.schema.losses import LOSSES
 def check_unused(c: Config) -> None:
     """Raises a UserError for the first non-default setting of `algorithm` without effect under the other settings.
 
-    Settings that usually come from a recipe are reported by `unused_notes` instead.
+    Settings that usually come from a recipe are reported by `unused_notes` instead. With a user's own loss or estimator
+    nothing is checked.
     """
     if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
         raise error
@@ -34,7 +35,8 @@ def unused_notes(c: Config) -> list[str]:
     """Returns notes for the user about settings without effect, and about options missing in the memory plan.
 
     Settings without effect here are settings of a loss or an estimator not in use, which often come from a recipe, and
-    evaluation settings without evaluation data.
+    evaluation settings without evaluation data. With a user's own loss or estimator only the latter are reported. []
+    without any note.
     """
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
     return [*map(str, algorithm), *_without_prompts(c), *unplanned_notes(c.policy)]

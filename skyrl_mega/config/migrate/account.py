@@ -54,13 +54,15 @@ class Migration:
 
     @property
     def without_reward(self) -> bool:
-        """True if the settings name no environment and no reward function; the rows of the data then must."""
+        """True if the settings, `data.prepare` included, name no environment and no reward function; the rows of the
+        data then must."""
         prepared = "--env" in str(self.settings.get("data.prepare", ""))
         names = ("environment.default", "environment.reward_function", "environment.classes")
         return not prepared and not any(self.settings.get(key) and key.startswith(names) for key in self.settings)
 
     def add(self, origin: str, settings: Mapping[str, Any], why: str = "") -> None:
-        """Adds those of `settings` that are absent so far, with a row of kind `added`; present settings stay.
+        """Adds those of `settings` that are absent so far, with a row of kind `added`; present settings stay. Without
+        an absent setting, adds no row.
 
         Args:
             origin: Origin of the settings for the account, such as `data set: GSM8K`.

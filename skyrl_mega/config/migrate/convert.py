@@ -85,7 +85,7 @@ def _numeric(value: Any) -> float:
 
 
 def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to every setting in `here`.
+    """Returns the value, converted by `fitted`, for every setting in `here`.
 
     Raises:
         Dropped: A setting does not allow the value.
@@ -104,10 +104,10 @@ def first(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0 to every setting in `here`.
+    """Returns a value above 0 for every setting in `here`.
 
     Raises:
-        Dropped: The value is null, negative or 0: "not set" in the other program.
+        Dropped: The value is null, negative or 0 ("not set" in the other program), no number, or not allowed.
     """
     if value is None or _numeric(value) <= 0:
         raise Dropped(f"{shown(value)} is not set there")
@@ -115,10 +115,10 @@ def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def items(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies entry i of a list to setting i of `here`.
+    """Returns entry i of a list for setting i of `here`.
 
     Raises:
-        Dropped: The value is no list of this length.
+        Dropped: The value is no list of this length, or an entry is not allowed.
     """
     if not isinstance(value, list | tuple) or len(value) != len(here):
         raise Dropped(f"a list of {len(here)} values is expected")
@@ -131,10 +131,10 @@ def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value is on.
+    """Returns the settings in `argument`, a mapping, if the value is on.
 
     Raises:
-        Dropped: The value is false, null, 0 or empty.
+        Dropped: The value is false, null, 0 or an empty text.
     """
     if value in (False, None, 0, ""):
         raise Dropped("off there, and off unless given")
@@ -147,19 +147,20 @@ def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive_with(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0 to the first setting in `here`, and adds the settings in `argument`.
+    """Returns a value above 0 for the first setting in `here`, and the settings in `argument`, a mapping.
 
     Raises:
-        Dropped: The value is null, negative or 0.
+        Dropped: The value is null, negative, 0 or no number, or not allowed.
     """
     return {**positive(value, here[:1], None, state)[0], **argument}, "with the settings that make it the same"
 
 
 def positive_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value is true or above 0; for the export of a model at the end.
+    """Returns the settings in `argument`, a mapping, if the value is true or above 0; for the export of a model at the
+    end.
 
     Raises:
-        Dropped: The value is null, negative or 0.
+        Dropped: The value is null, false, negative, 0 or no number.
     """
     positive(1 if value is True else value, (), None, state)
     return dict(argument), "at the end of the run; of any checkpoint: python -m skyrl_mega.export"
@@ -188,7 +189,7 @@ def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting in `here` to null, or to 0 if null is not allowed, if the switch is off.
+    """Returns null, or 0 if null is not allowed, for the first setting in `here` if the switch is off.
 
     Returns no settings if the switch is on: another key of the program has the value.
     """
@@ -207,7 +208,8 @@ def model(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
     """Returns a model's path for every setting in `here`. A name on the Hugging Face hub becomes a folder in `MODELS`;
     the reason then is the command that downloads the model, which this function does not run.
 
-    A hub name is a text with a single `/` that does not start with `.`, `/`, `~` or `$`.
+    A hub name is a text with a single `/` that does not start with `.`, `/`, `~` or `$`. Any other path stays, without
+    a `/` at the end, and with `${oc.env:HOME}` for `~`.
     """
     text = str(value)
     if text.count("/") == 1 and not text.startswith((".", "/", "~", "$")):
@@ -222,7 +224,7 @@ def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def reference(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the reference's path like `path`.
+    """Returns the reference's path like `path`; null stays null.
 
     Raises:
         Dropped: The path is a checkpoint in Megatron's format (`torch_dist`); a reference needs Hugging Face's format.
@@ -238,7 +240,7 @@ def home(text: str) -> str:
 
 
 def files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the paths of data files, a text or a list, to the first setting in `here` as a list.
+    """Returns the paths of data files, a text or a list, as a list for the first setting in `here`.
 
     Raises:
         Dropped: An entry is no text.
@@ -256,10 +258,10 @@ def named_files(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the list of trackers: our defaults plus the given trackers known here.
+    """Returns the list of trackers for the first setting in `here`: our defaults plus the given trackers.
 
     Raises:
-        Dropped: A tracker is unknown, or the list adds nothing to our defaults.
+        Dropped: A single tracker is unknown, or the list adds nothing to our defaults.
     """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if unknown := [name for name in names if name not in (*TRACKERS, "console", "none", "all")]:
@@ -271,7 +273,8 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the list of trackers to our defaults plus the tracker named by `argument`, if the value is on.
+    """Returns the list of trackers for the first setting in `here`, our defaults plus the tracker named by `argument`,
+    if the value is on.
 
     Raises:
         Dropped: The value is off.
@@ -282,7 +285,7 @@ def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def tracker_option(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to the wandb option named by `argument`.
+    """Returns the value for the wandb option named by `argument`, whatever `here` is.
 
     Raises:
         Dropped: The translated run does not use the tracker wandb.
@@ -293,7 +296,8 @@ def tracker_option(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 
 def sequences(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Converts a number of sequences per micro-batch to tokens: number × maximum sequence length.
+    """Converts a number of sequences per micro-batch to tokens, for every setting in `here`: number × maximum sequence
+    length.
 
     The result is at most 8,192 tokens, or a single sequence if longer.
 
@@ -316,12 +320,13 @@ def longest(state: TranslationState) -> int:
 
 
 def divided_by(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Divides the value by `argument`, a number or the key of our setting; the result is at least 1.
+    """Divides the value by `argument`, a whole number or the key of our setting; returns the result, at least 1, for
+    every setting in `here`.
 
     For a setting that is a whole number, the result is rounded up.
 
     Raises:
-        Dropped: The value is no number.
+        Dropped: The value is no number, or the result is not allowed.
     """
     divisor = argument if isinstance(argument, int) else state.ours(argument)
     quotient = _numeric(value) / divisor
@@ -331,7 +336,8 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 
 def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting in `here` to our setting `argument` divided by the value, rounded up to at least 1.
+    """Returns our setting `argument` divided by the value, rounded up to at least 1, for the first setting in `here`. A
+    value below 1 counts as 1.
 
     Raises:
         Dropped: The value is no number.
@@ -340,7 +346,8 @@ def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def times(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies the value by `argument`, a number or the key of our setting.
+    """Multiplies the value by `argument`, a whole number or the key of our setting; returns the product for every
+    setting in `here`.
 
     Raises:
         Dropped: The value is no number, or the product is not allowed.
@@ -355,7 +362,7 @@ def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting in `here` to the value rounded up to a whole number.
+    """Returns the value rounded up to a whole number for the first setting in `here`.
 
     Raises:
         Dropped: The value is no number.
@@ -364,11 +371,11 @@ def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def input_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the maximum number of tokens before a turn, and sets the limits of sequence and response so that a last
-    turn may still generate `max_tokens`.
+    """Returns the maximum number of tokens before a turn for the first setting in `here`, and limits of sequence and
+    response with which a last turn may still generate `max_tokens`.
 
     Raises:
-        Dropped: The value is null.
+        Dropped: The value is null or no number.
     """
     if value is None:
         raise Dropped("not set there")
@@ -378,16 +385,18 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets `loss_mean` to micro_batches, with SkyRL's samples per micro-batch (1 if not given); ignores the value."""
+    """Returns `algorithm.loss_mean` micro_batches, with SkyRL's samples per micro-batch (1 if not given); ignores the
+    value and `here`."""
     samples = state.theirs("trainer.micro_train_batch_size_per_gpu") or 1
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of micro-batches of {samples}"
 
 
 def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets `loss_mean` to constant; ignores the value.
+    """Returns `algorithm.loss_mean` constant with its divisor; ignores the value and `here`.
 
-    The divisor is the value of the other program's key `argument`, or otherwise our maximum response length.
+    The divisor is the value of the other program's key `argument`; without such a value, or with None, our maximum
+    response length.
     """
     length = state.theirs(argument) if argument else None
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
@@ -396,17 +405,18 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
 
 
 def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets `loss_mean` to micro_batches, with TRL's batch per device as samples (8 if not given); ignores the value."""
+    """Returns `algorithm.loss_mean` micro_batches, with TRL's batch per device as samples (8 if not given); ignores the
+    value and `here`."""
     samples = state.theirs("per_device_train_batch_size") or 8
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of batches of {samples}"
 
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies `rollout.engines` by the value, a number of replicas per engine.
+    """Returns the present `rollout.engines` times the value, a number of replicas per engine.
 
     Raises:
-        Dropped: The value is at most 1.
+        Dropped: The value is at most 1 or no number.
     """
     if _numeric(value) <= 1:
         raise Dropped("1 is no replica")
@@ -414,16 +424,24 @@ def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Raises every setting in `here`, a limit for training, to the value, the limit for evaluation, if smaller."""
+    """Returns for every setting in `here`, a limit for training, the larger of its present value and `value`, the limit
+    for evaluation.
+
+    Raises:
+        Dropped: The value is no number.
+    """
     return {
         key: max(int(_numeric(value)), state.ours(key) or 0) for key in here
     }, "one limit for training and evaluation"
 
 
 def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the maximum number of tokens per turn in evaluations to the first setting in `here`.
+    """Returns the maximum number of tokens per turn in evaluations for the first setting in `here`.
 
-    A value above our maximum response length also raises this maximum.
+    For a value above our maximum response length, also returns the value as this maximum.
+
+    Raises:
+        Dropped: The setting does not allow the value.
     """
     ours = {here[0]: fitted(here[0], value)}
     limit = state.ours("rollout.max_response_tokens")
@@ -435,12 +453,14 @@ def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: Tra
 
 
 def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a clip bound to the settings of the loss in use, such as `algorithm.gspo.clip_low`.
+    """Returns a clip bound for the settings of the loss in use, such as `algorithm.gspo.clip_low` for
+    `algorithm.clip_low` in `here`.
 
-    `argument` is subtracted for cispo, if the other program states the bound of the weight itself.
+    `argument` is subtracted for cispo, if the other program states the bound of the weight itself; None subtracts
+    nothing.
 
     Raises:
-        Dropped: The value has no effect in SkyRL's cispo.
+        Dropped: The value has no effect in SkyRL's cispo, is no number, or is not allowed.
     """
     loss = state.ours("algorithm.loss")
     if loss == "cispo" and state.program == "SkyRL":
@@ -480,7 +500,12 @@ def router_loss(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trl_importance(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies TRL's bound of the importance weight; if TRL masks whole sequences, also to `rejection.high`."""
+    """Returns TRL's bound of the importance weight as `algorithm.importance_cap`; if TRL masks whole sequences, also as
+    `algorithm.rejection.high`. Ignores `here`.
+
+    Raises:
+        Dropped: The setting does not allow the value.
+    """
     bound = fitted("algorithm.importance_cap", value)
     ours = {"algorithm.importance_cap": bound}
     if str(state.theirs("vllm_importance_sampling_mode")).startswith("sequence_mask"):

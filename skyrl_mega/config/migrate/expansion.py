@@ -101,8 +101,10 @@ class Variables:
     def words(self, word: Word) -> list[str]:
         """Expands a word as a shell does: replaces variables and splits unquoted values; returns any number of words.
 
+        A variable that the script does not assign becomes a reference to the environment, `${oc.env:NAME}`.
+
         Raises:
-            Unresolved: The value depends on a command or on an unknown variable.
+            Unresolved: The value depends on a command, or on a variable with an unknown value.
             UserError: The script's values exceed `LONGEST` characters.
         """
         results, lists = list[str](), False
@@ -121,33 +123,43 @@ class Variables:
         return [] if lists and results == [""] else results  # "$@" and "${ARRAY[@]}" without entries are no word
 
     def known_words(self, word: Word) -> list[str]:
-        """Expands a word like `words`; a word with an unknown value becomes a single `Unknown`."""
+        """Expands a word like `words`; a word with an unknown value becomes a single `Unknown`.
+
+        Raises:
+            UserError: The script's values exceed `LONGEST` characters.
+        """
         try:
             return self.words(word)
         except Unresolved as reason:
             return [Unknown(word.source, str(reason))]
 
     def text(self, word: Word) -> str:
-        """Expands a word to a single text without splitting, as on the right of an assignment.
+        """Expands a word to a single text without splitting, as on the right of an assignment; otherwise like `words`.
 
         Raises:
-            Unresolved: The value depends on a command or on an unknown variable.
+            Unresolved: The value depends on a command, or on a variable with an unknown value.
+            UserError: The script's values exceed `LONGEST` characters.
         """
         values = (self._piece(piece) for piece in word.pieces)
         return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
 
     def quoted(self, source: str) -> str:
-        """Expands a text as if between double quotes; quotes around the text are removed first.
+        """Expands a text as if between double quotes, like `text`; quotes around the text are removed first.
 
         Raises:
-            Unresolved: The value depends on a command or on an unknown variable.
+            Unresolved: The value depends on a command, or on a variable with an unknown value.
+            UserError: The script's values exceed `LONGEST` characters.
         """
         bare = source[1:-1] if len(source) > 1 and source[0] == source[-1] and source[0] in "'\"" else source
         token = next(tokens('"' + bare.replace('"', '\\"') + '"'), None)
         return self.text(token) if isinstance(token, Word) else ""
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets or extends a variable in `values`; for an unknown value, stores the `Unresolved` with the reason."""
+        """Sets or extends a variable in `values`; for an unknown value, stores the `Unresolved` with the reason.
+
+        Raises:
+            UserError: The script's values exceed `LONGEST` characters.
+        """
         name = assignment.name
         before = self.values.get(name, "")
         try:
@@ -231,8 +243,8 @@ class Variables:
         """Evaluates `$((source))` with whole numbers.
 
         Raises:
-            Unresolved: The expression has other operations than + - * / %, an unknown variable, or an assignment; the
-                assigned variables then become unknown.
+            Unresolved: The expression has other operations than + - * / %, an unknown or unassigned variable, a result
+                beyond `LARGEST`, or an assignment; the assigned variables then become unknown.
         """
         if names := changed_names(source):
             self.values.update({name: Unresolved(f"{name} is set by arithmetic of the shell") for name in names})

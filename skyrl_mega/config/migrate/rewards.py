@@ -18,7 +18,7 @@ TRL_FORM = (
 
 
 def environment(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the name of a built-in environment.
+    """Returns the name of a built-in environment for the first setting in `here`.
 
     Raises:
         Dropped: The environment is not built in; the text says how to give its class.
@@ -33,7 +33,8 @@ def environment(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def verl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Joins verl's settings for path and name of a reward function to `path:name`; ignores `value`.
+    """Returns verl's settings for path and name of a reward function as `path:name` for the first setting in `here`;
+    ignores `value`. Without a name, `compute_score`.
 
     Raises:
         Dropped: No path is given.
@@ -46,7 +47,8 @@ def verl_reward(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Converts TRL's `reward_funcs`, for a single reward function, to `module:function` or `file.py:function`.
+    """Returns TRL's `reward_funcs`, with a single reward function, as `module:function` or `file.py:function` for the
+    first setting in `here`.
 
     Raises:
         Dropped: Several functions, a reward model, or a function without an importable module; the text says how to

@@ -16,10 +16,10 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 
 def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Converts a share of the run, from 0 to 1, to optimizer steps of `here[0]`.
+    """Converts a share of the run, from 0 to 1, to optimizer steps, for the first setting in `here`.
 
     Raises:
-        Dropped: The value is no number, or the length of the run is unknown.
+        Dropped: The value is null or no number, or the length of the run is unknown and the value not 0.
     """
     if value is None:
         raise Dropped("not set there")
@@ -34,7 +34,7 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     """Converts a number of RL steps to optimizer steps, for every setting in `here`.
 
     Raises:
-        Dropped: The value is null or negative, which means "not set" in the other program.
+        Dropped: The value is null or negative, which means "not set" in the other program, or no number.
     """
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise Dropped(f"{shown(value)} is not set there")
@@ -44,7 +44,7 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the policy's schedule to `value`, with a decay until the end of the run.
+    """Returns `value` as the policy's schedule, with a decay until the end of the run; ignores `here`.
 
     Raises:
         Dropped: The length of the run is unknown.

@@ -26,7 +26,8 @@ NOT_NEEDED = "nothing here needs it; leave it out"
 
 
 def translate(reading: GivenSettings) -> Migration:
-    """Translates another program's settings; returns our settings, with a row for every given or added setting."""
+    """Translates another program's settings; returns our settings, with a row for every given or added setting. The
+    result may contradict the rules of `config.checks`, which are not applied here."""
     translator = Translator(reading)
     for contextual in (False, True):
         translator.translate_given(contextual)

@@ -39,7 +39,8 @@ MOST = 100_000
 
 
 def duplicates(key: str, given: Sequence[str | int]) -> Refusals:
-    """Yields a refusal for each repeated entry of a list setting.
+    """Yields a refusal for each occurrence of an entry that a list setting contains more than once; nothing without
+    any.
 
     Args:
         key: The setting.

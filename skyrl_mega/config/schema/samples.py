@@ -39,7 +39,8 @@ class DynamicSamplingConfig:
     grpo_turns the rewards of answers turn by turn. A group has a signal if any of these differs."""
 
     def refusals(self) -> Refusals:
-        """Yields refusals of non-default settings without `enabled`, which have no effect."""
+        """Yields refusals of a non-default `mode`, `oversample`, `tolerance` or `reward` without `enabled`, which have
+        no effect."""
         for name in ("mode", "oversample", "tolerance", "reward"):
             value = getattr(self, name)
             if not self.enabled and value != getattr(DynamicSamplingConfig(), name):
