@@ -46,15 +46,16 @@ from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
 
 def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[Mapping[str, Any], list[str]]:
-    """Checks settings and inputs of a dry run; returns the model's config.json, and the paths absent from this machine.
+    """Checks settings and inputs of a dry run; returns the model's config.json (of a published model if `model.path` is
+    absent), and the paths absent from this machine.
 
     Args:
         config: The settings.
-        say: Called with a message about rows whose reward no answer can earn.
+        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
 
     Raises:
         UserError: An input is invalid, or the run does not fit; the message is one line, with the nearest working
-            settings if any.
+            settings if any (a search of seconds).
     """
     if not config.model.path:
         check(config, planned=True)
@@ -78,9 +79,10 @@ def values(
     """Returns the content of `--dry-run --json`: placement, memory in bytes, sync, times in seconds and notes, by name.
 
     `sync` is None on a CPU; `seconds` and `time` are None on a CPU without measured rates (`cluster.rates_file`).
+    Secrets are masked in `config`, but not in texts such as notes.
 
     Args:
-        config: The settings.
+        config: The settings, accepted by `checked`.
         hf: The model's config.json.
         absent: Paths absent from this machine; returned under `absent`.
         data_notes: Notes of the data check; returned first under `notes`.

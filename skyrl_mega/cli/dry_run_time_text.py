@@ -36,7 +36,11 @@ def duration(seconds: float) -> str:
 
 
 def run_text(run: Values) -> str:
-    """Returns steps, duration and GPU-hours of a run, with the ends of the error bar."""
+    """Returns steps, duration and GPU-hours of a run, with the ends of the error bar, as a line.
+
+    Args:
+        run: Entry `run` of the value `time` of `dry_run.values`.
+    """
     seconds, hours, cost = run["seconds"], run["gpu_hours"], ""
     if run["gpus"]:
         cost = (

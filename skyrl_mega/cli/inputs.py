@@ -207,6 +207,7 @@ def prepare(config: Config, console: Console) -> Config:
 
     Raises:
         UserError: The device cannot be used, the model cannot be built, or the prepared data are invalid.
+        ClusterError: As for `with_device`.
     """
     config = with_device(config)
     path = Path(config.model.path)
@@ -221,7 +222,7 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def make_data(config: Config, files: list[str], console: Console) -> bool:
-    """Runs `data.prepare` if any of the files is absent.
+    """Runs `data.prepare` if any of the files is absent. Does not check the result.
 
     Returns:
         True if the preparation ran; False if it is not configured or no file is absent.
@@ -319,7 +320,8 @@ def with_device(config: Config, training: bool = True) -> Config:
 
     Raises:
         UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or
-            the installed packages are for GPUs but the device is a CPU.
+            the installed packages are for GPUs but the device is a CPU; or the cluster at RAY_ADDRESS does not answer.
+        ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
     """
     import torch
 
@@ -351,7 +353,8 @@ def with_device(config: Config, training: bool = True) -> Config:
 
 
 def check_vllm(device: str) -> None:
-    """Checks that the installed vLLM fits the device. vLLM's CPU packages are marked in their name or version.
+    """Checks that the installed vLLM fits the device; a missing vLLM passes. vLLM's CPU packages are marked in their
+    name or version.
 
     Raises:
         UserError: vLLM is for GPUs and the device is `cpu`: every engine would fail at the start.

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line after `migrate`; None takes `sys.argv`.
 
     Returns:
-        The exit code: 0 if the settings were translated, even if their dry run is refused; 2 for invalid input.
+        The exit code: 0 if the settings were translated, even if their dry run is refused; 2 for invalid input; 1 after
+        a disk fault.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _run(words), "--json" in words)

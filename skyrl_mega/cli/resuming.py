@@ -46,7 +46,8 @@ def checkpoint_of(config: Config) -> Path | None:
 
 
 def changes(config: Config) -> list[str]:
-    """Returns `key old → new` for every setting changed since the last start; empty without a checkpoint.
+    """Returns `key old → new` for every setting changed since the last start, with secrets masked, and a text if the
+    rows of `data.train` changed; empty without a checkpoint to resume from.
 
     Call before opening the run's folder, which overwrites the stored settings.
 
@@ -111,7 +112,8 @@ def changes_text(changed: list[str]) -> str:
 
 
 def nothing_left(config: Config) -> str | None:
-    """Returns a message for the user if the run to resume has no work left; None if there is work.
+    """Returns a message for the user if the run to resume has no work left; None if there is work, or no checkpoint to
+    resume from.
 
     No work is left if all steps are done or all prompts are used, and the export, if configured, exists.
 

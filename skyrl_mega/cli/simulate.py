@@ -30,7 +30,7 @@ from skyrl_mega.simulation.workload import Workload
 
 def run(config: Config, args: argparse.Namespace) -> int:
     """Simulates the settings and prints the report: tables of asynchrony modes, splits and engines, then advice.
-    Returns the exit code.
+    Returns the exit code 0.
 
     Args:
         config: The settings.

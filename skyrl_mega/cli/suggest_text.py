@@ -93,7 +93,8 @@ def text(report: Report) -> str:
 
 
 def cut_text(search: SearchResult) -> str:
-    """Returns the line about an incomplete search: the reason, and the numbers of untried layouts.
+    """Returns the line about an incomplete search (`complete` is false): the reason, and the numbers of untried
+    layouts.
 
     The numbers are grouped by policy ranks and tensor parallel size.
     """

@@ -94,7 +94,7 @@ def compare(
 
     Args:
         file, overrides: Configuration file and `group.key=value` settings, as for the launcher.
-        prompts, samples: Number of training prompts, from the first, and of answers per prompt.
+        prompts, samples: Number of training prompts, from the first and at most all, and of answers per prompt.
         worst: Maximum number of tokens in `worst` of the result.
         transformers: True to also load the model in float32 into this process.
         as_json: True to print nothing on standard output.
@@ -102,6 +102,7 @@ def compare(
     Raises:
         UserError: The settings are wrong.
         ActorFailed: An actor died, raised or did not answer.
+        ClusterError: Ray did not start, or lacks the GPUs.
     """
     with opened(file, overrides, as_json=as_json) as run:
         batch = _sample(run, prompts, samples)
@@ -125,6 +126,7 @@ def compare(
 
 def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
     """Returns the differences for pairs of sources: engine, policy and transformers, and the engine with itself again.
+    Pairs of an absent source are left out; a pair without a common token has differences of 0, and `tokens` 0.
 
     Args:
         logprobs: Source → log-probs, float [T], of the same tokens; NaN marks a missing log-prob.
@@ -154,7 +156,7 @@ def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[
     """Returns the verdict as text, and True if the mean difference of engine and policy is below `alarm`.
 
     Args:
-        pairs: Result of `pairs_of`.
+        pairs: Result of `pairs_of`, with engine and policy.
         alarm: Threshold of the mean difference, in nats per token.
         cut: Note about samples from a truncated distribution; None without truncation.
     """

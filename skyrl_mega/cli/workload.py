@@ -129,7 +129,7 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
         args: Options `--tokens`, `--environment`, `--turns` and `--like`.
 
     Raises:
-        UserError: An option is wrong.
+        UserError: An option is wrong, options contradict each other, or the run of `--like` has no trajectories.
     """
     if args.like == "":
         raise UserError("allowed is the folder of a run", key="--like", value="''", fix="give it, or leave --like out")
