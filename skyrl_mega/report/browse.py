@@ -38,6 +38,9 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
     Args:
         records: The trajectories.
         progress: Called with the number of finished trajectories.
+
+    Raises:
+        UserError: A file of tokens, or a run's `config.yaml` or tokenizer, cannot be read.
     """
     decoders = _decoders(records)
     pieces = Pieces()

@@ -77,7 +77,7 @@ def table(rows: Iterable[str], heads: Iterable[str] = (), style: str = "settings
     """Returns an HTML table.
 
     Args:
-        rows: Cells of each row, as HTML.
+        rows: HTML inside the `<tr>` of each row: `<td>` and `<th>` elements, with all outside text escaped.
         heads: Titles of the columns, as plain text.
         style: Classes of the table.
     """
@@ -111,7 +111,11 @@ def _is_page(file: Path) -> bool:
 
 
 def pack(value: Any) -> str:
-    """Returns a JSON value as text for a page: gzip-compressed JSON in base64."""
+    """Returns a JSON value as text for a page: gzip-compressed JSON in base64.
+
+    Raises:
+        ValueError: The value contains NaN or infinity.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # A lone surrogate cannot be written as UTF-8 and becomes "?".
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()

@@ -23,7 +23,8 @@ ALONE = ("memory/", "perf/")
 
 
 def read(folder: Path) -> dict[str, float]:
-    """Returns metric → estimate from `estimate.json` in a run's folder; empty without this file.
+    """Returns metric → estimate from `estimate.json` in a run's folder, without values other than finite numbers; empty
+    without this file.
 
     Raises:
         UserError: The file cannot be read.
@@ -58,6 +59,9 @@ def table(run: RunData, name: str = "") -> str:
     Args:
         run: The run.
         name: Name of the run, for a page of several runs.
+
+    Raises:
+        UserError: `estimate.json` cannot be read.
     """
     expected = read(run.folder)
     if not expected or not run.rows:

@@ -98,7 +98,7 @@ def _failures(run: RunData) -> list[str]:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Returns steps, given in ascending order, as text: `step 3`, or `4 steps, 3 to 9`."""
+    """Returns steps, at least one and in ascending order, as text: `step 3`, or `4 steps, 3 to 9`."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"

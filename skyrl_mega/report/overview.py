@@ -156,6 +156,9 @@ def page(runs: Sequence[RunData], live: str = "") -> str:
     Args:
         runs: The runs.
         live: Version of a page that asks its server for newer versions; empty for a file.
+
+    Raises:
+        UserError: A timeline or `estimate.json` of a run cannot be read.
     """
     names, several = _names(runs), len(runs) > 1
     titled = [(run, name if several else "") for run, name in zip(runs, names, strict=True)]

@@ -142,7 +142,8 @@ def is_flat(values: Sequence[float | None]) -> bool:
 def stacked(
     names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]], marks: Sequence[Mark] = ()
 ) -> Drawing:
-    """Draws a bar per step, with layers stacked from the bottom; more than `BARS` steps are averaged.
+    """Draws a bar per step, with layers stacked from the bottom; more than `BARS` steps are averaged. Returns an empty
+    drawing without steps.
 
     Args:
         names: Names of the layers.

@@ -184,8 +184,8 @@ SORTS: dict[str, Callable[[Record], Any]] = {
 
 
 def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (run name, file) for each trajectory file in the given run folders, `trajectories/` folders and files, in
-    order.
+    """Returns (run name, file) for each trajectory file in the given run folders, `trajectories/` folders, folders of
+    evaluations and files, in order and each once. For a folder of an evaluation, the name is that of the data set.
 
     Raises:
         UserError: A path is absent or contains no trajectories.
@@ -248,6 +248,9 @@ def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
     """Reads and yields the tokens of each trajectory, in order; empty arrays for samples of an evaluation.
 
     A file is read once for consecutive records of the same file.
+
+    Raises:
+        UserError: A file cannot be read; raised when its first trajectory is due.
     """
     open_file, table = None, None
     for record in records:
@@ -261,7 +264,8 @@ def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
 
 
 def statuses(words: Sequence[str]) -> frozenset[str]:
-    """Returns all statuses that begin with one of the words: `truncated` stands for every kind of truncation.
+    """Returns all statuses that begin with one of the words: `truncated` stands for every kind of truncation. Empty
+    without words.
 
     Raises:
         UserError: A word matches no status.

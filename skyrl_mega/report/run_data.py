@@ -225,7 +225,8 @@ def local_time(event: EventLine) -> str:
 
 
 def read(folder: Path) -> RunData:
-    """Reads settings and metrics from a run's folder; secrets in the settings are masked.
+    """Reads settings and metrics from a run's folder; secrets in the settings are masked. Without `metrics.jsonl`, as
+    before the first step, `rows` is empty.
 
     Raises:
         UserError: The folder has no `config.yaml`, or a file cannot be read.

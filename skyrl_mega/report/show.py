@@ -47,7 +47,7 @@ def as_text(selection: Selection, brief: bool) -> None:
         brief: True for a line per trajectory, False for whole conversations.
 
     Raises:
-        UserError: A path contains no trajectories.
+        UserError: A path contains no trajectories, or none of a wanted step.
     """
     records = _select(selection)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -71,7 +71,7 @@ def as_page(selection: Selection, file: Path) -> None:
     """Writes the HTML page of trajectories to `file`, and prints a summary with the location.
 
     Raises:
-        UserError: A path contains no trajectories, or the file cannot be written.
+        UserError: A path contains no trajectories, or none of a wanted step; or the file cannot be written.
     """
     from skyrl_mega.report.browse import page
 

@@ -169,7 +169,8 @@ def lines(events: Sequence[EventLine]) -> list[tuple[str, str, str]]:
 
 
 def stages_text(start: RunStart) -> str:
-    """Returns the durations of a start's stages, a line per group: `driver: read data 1.0 s, start ray 4.0 s`."""
+    """Returns the durations of a start's stages, a line per group: `driver: read data 1.0 s, start ray 4.0 s`; empty
+    without stages."""
     by_actors: dict[str, list[str]] = {}
     for stage in start.stages:
         seconds = "did not end" if stage.seconds is None else duration(stage.seconds)

@@ -27,8 +27,9 @@ STOP_S = 8.0
 def live_page(config: TelemetryConfig, folder: Path, console: Console) -> Iterator[None]:
     """Serves the live page of a run, in a process of its own, for the duration of the block.
 
-    Does nothing without `telemetry.page`. If the port is busy, only prints a note, so that a resumed run continues. The
-    serving process also ends if this process is killed, because it waits on a pipe from this process.
+    Does nothing without `telemetry.page`. If the port is busy, or the token cannot be stored, only prints a note, so
+    that a resumed run continues. The serving process also ends if this process is killed, because it waits on a pipe
+    from this process.
 
     Args:
         config: Port and address.

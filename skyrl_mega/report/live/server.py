@@ -193,7 +193,8 @@ def yield_to_the_run() -> None:
 
 
 def main(folder: Path, descriptor: int) -> None:
-    """Serves the live page of a run as a child process of the run, until standard input ends.
+    """Serves the live page of a run as a child process of the run, until standard input ends, on the inherited
+    listening socket with the file descriptor `descriptor`.
 
     Standard input begins with a line with the token.
 
