@@ -110,7 +110,8 @@ _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a line of YAML of at most `WIDEST` characters, without secrets and control characters."""
+    """Returns a value as a line of YAML of at most `WIDEST` characters, without control characters. Hides only secrets
+    remembered by `secrets` (`hidden`); for others, call `masked` first."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:
