@@ -123,7 +123,8 @@ class Synthetic:
     def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
         """Returns the turns of a random trajectory; `group` and `sample` have no effect.
 
-        The written tokens are shared equally by the turns. Each turn has at least one.
+        The written tokens are shared equally by the turns, the remainder goes to the last. Each turn has at least one,
+        even beyond `max_tokens`. Only the first turn reads tokens: the prompt.
         """
         written = max(self.turns, min(self.max_tokens, round(self.tokens.sample(random))))
         each = [written // self.turns] * self.turns
