@@ -44,7 +44,8 @@ class Probe:
         self._exchange_socket: socket.socket | None = None
 
     def gather(self) -> dict[str, Any]:
-        """Returns kind → the node's facts: versions, paths and, if they apply, model, gpus and fabric.
+        """Returns kind → the node's facts: versions, paths and, if they apply, model, gpus and fabric. Also writes this
+        node's file into the run's folder (`paths.gather`).
 
         The value of a failed kind is the exception, and of a slow kind a TimeoutError: a dead mount does not hide the
         other facts.
