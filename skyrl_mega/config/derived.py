@@ -112,7 +112,7 @@ def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
     Args:
         policy: The settings, already checked by `config.checks.policy`.
         spec: Layer implementation, `te` or `local`; only `te` has fused kernels.
-        experts: True if the model has experts.
+        experts: True if the model has experts; otherwise the fusions for experts (`MOE_FUSIONS`) are left out.
     """
     if spec != "te":
         return frozenset()
@@ -178,7 +178,8 @@ def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
 
 
 def cutoff_note(config: Config) -> str | None:
-    """Returns a note if training samples come from a truncated distribution (top_p, top_k), else None."""
+    """Returns a note if training samples come from a truncated distribution (top_p, top_k), else None; None also at
+    temperature 0."""
     sampling = config.rollout.sampling
     cuts = [f"top_p={sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k={sampling.top_k}"] * (sampling.top_k > 0)
     if not cuts or config.rollout.sampling.temperature == 0:

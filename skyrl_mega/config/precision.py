@@ -123,7 +123,7 @@ def _parameter_refusals(c: Config) -> Refusals:
 
 
 def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
-    """Rejects a GPU without hardware support for a recipe's number format.
+    """Rejects a GPU without hardware support for a recipe's number format; `recipe=model` accepts every GPU.
 
     Args:
         precision: `policy.precision`.

@@ -176,7 +176,8 @@ def _option(program: str, name: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Returns the value of a text as parsed by Hydra: numbers such as 1e-6, true, null, lists; otherwise the text."""
+    """Returns the value of a text as parsed by Hydra: numbers such as 1e-6, true, null, lists, mappings, text without
+    its quotes; otherwise, as for a broken list, the text."""
     stripped = text.strip()
     if _NUMBER.fullmatch(stripped):
         number = stripped.replace("_", "")

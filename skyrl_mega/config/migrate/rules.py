@@ -59,7 +59,8 @@ class Rules:
 
 @cache
 def rules(program: str) -> Rules:
-    """Returns the translation rules of a program (SkyRL, verl, slime or TRL), from `translation.yaml`."""
+    """Returns the translation rules of a program (SkyRL, verl, slime or TRL), from `translation.yaml`. Raises KeyError
+    for another name."""
     content = _file()
     switches = {
         key: Switch(value["default"], {name: tuple(keys) for name, keys in value.items() if name != "default"})

@@ -82,7 +82,7 @@ class Translator:
         return self.rules.defaults.get(key, switch.default if switch else None)
 
     def translate_given(self, contextual: bool) -> None:
-        """Translates given settings, and adds a row of the account for each.
+        """Translates given settings, and adds a row of the account for each. Call first with False, then with True.
 
         Args:
             contextual: False for the settings with a conversion by itself; True, in a second pass, for conversions that

@@ -22,7 +22,7 @@ def answer(key: str, value: Any = None, typed: str = "") -> str | None:
 
     Args:
         key: Key of another program, such as `trainer.epochs` or `--rollout-batch-size`.
-        value: The key's value, as read from YAML.
+        value: The key's value, as read from YAML; changes the line only if a table has an entry for this value.
         typed: The user's spelling to show in the line, if it differs from `key`.
     """
     found = {program: entry for program, table in programs().items() if (entry := find(table, key))}
