@@ -19,7 +19,8 @@ from skyrl_mega.planner.search import SearchResult
 def find_error(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
     """Returns the first error of the settings for a model; None if the run is valid and fits.
 
-    Checks the settings, the parallel layouts, the number of nodes, and the memory; reads no files.
+    Checks the settings, the parallel layouts, the number of nodes, and the memory. Reads no files, except the row
+    counts of `data.eval` for the memory of sandboxes.
 
     Args:
         config: The settings.

@@ -42,11 +42,13 @@ class _TimeOver(Exception):
 def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_on: Callable[[], bool]) -> Simulated:
     """Simulates rows 0 (the given settings) and 1 of the search and, in each split of the GPUs, an asynchronous mode.
 
-    Ends after `SECONDS` of processor time; the note of the result then says so.
+    Row 0 is left out if its number of GPUs differs. Ends after `SECONDS` of processor time; the note of the result then
+    says so. Without a simulated asynchronous mode the result has no rows. An invalid option raises no error, but is in
+    the note.
 
     Args:
         hf: The model's config.json.
-        rows: The rows of the search, at least one.
+        rows: The rows of the search, with at least one choice.
         args: Options that describe the trajectories.
         goes_on: Returns False to end the simulations.
     """

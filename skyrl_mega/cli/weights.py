@@ -65,7 +65,7 @@ def check(argv: Sequence[str]) -> int:
         argv: The arguments after the subcommand `check`.
 
     Returns:
-        The exit code: 0 if all are equal, 1 if a parameter differs or an actor failed.
+        The exit code: 0 if all are equal, 1 if a parameter differs, or if an actor or the cluster failed.
 
     Raises:
         UserError: An option or a setting is wrong.
