@@ -113,10 +113,11 @@ def write(folders: Sequence[Path], file: Path | None = None) -> Path:
 
     Args:
         folders: Folders of the runs; not empty.
-        file: Path of the page; None writes `report.html` in the first folder.
+        file: Path of the page; None writes `report.html` in the first folder. An older page is replaced.
 
     Raises:
-        UserError: A folder does not belong to a run, or the file cannot be written.
+        UserError: A folder does not belong to a run, a file in it cannot be read, or the page cannot be written, as
+            over a file that is no such page.
     """
     runs = [read(folder) for folder in folders]
     file = file or folders[0] / FILE

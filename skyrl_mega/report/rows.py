@@ -37,7 +37,8 @@ LARGEST = 2**34
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns all rows of a trajectory file as dicts, without the columns in `TOKENS`; JSON columns are decoded.
+    """Returns all rows of a trajectory file, or of an evaluation's samples, as dicts, without the columns in `TOKENS`;
+    JSON columns are decoded.
 
     Raises:
         UserError: The file cannot be read or does not contain trajectories.

@@ -40,7 +40,8 @@ class Selection:
 
 
 def as_text(selection: Selection, brief: bool) -> None:
-    """Prints trajectories and a summary to standard output.
+    """Prints trajectories and a summary of all matching trajectories to standard output. Without a limit, prints every
+    trajectory if `brief`, else the first `TEXT_LIMIT`.
 
     Args:
         selection: The wanted trajectories.
@@ -68,7 +69,8 @@ def as_text(selection: Selection, brief: bool) -> None:
 
 
 def as_page(selection: Selection, file: Path) -> None:
-    """Writes the HTML page of trajectories to `file`, and prints a summary with the location.
+    """Writes the HTML page of trajectories to `file`, and prints a summary with the location. Without a limit, the page
+    has all matching trajectories.
 
     Raises:
         UserError: A path contains no trajectories, or none of a wanted step; or the file cannot be written.

@@ -146,7 +146,7 @@ async def serve(
     """Serves the page until SIGTERM or SIGINT, or until `ending` is set and present viewers had time to fetch the end.
 
     Args:
-        listening: Bound socket.
+        listening: Bound and listening socket.
         follower: The snapshots.
         token: The token.
         ending: Set at the end of the run, by another thread.
