@@ -19,14 +19,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def trajectories(argv: Sequence[str]) -> None:
-    """Prints trajectories as text, or writes an HTML page of them: the subcommand `trajectories`.
-
-    Args:
-        argv: The arguments after the subcommand.
-
-    Raises:
-        UserError: An option is wrong, a path contains no trajectories, or the file cannot be written.
-    """
+    """Prints trajectories as text, or writes an HTML page of them: the subcommand `trajectories`, with its arguments.
+    Raises UserError if an option is wrong, a path contains no trajectories, or the page cannot be written."""
     p = Parser(
         prog="python -m skyrl_mega.report trajectories",
         description="Shows what the policy did: as text, or with --html as a page for a browser.",
