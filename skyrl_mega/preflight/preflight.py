@@ -78,16 +78,14 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
     """Checks all nodes of the connected Ray cluster at once and returns the report.
 
     Starts an actor on every node and ends all of them. A failed check is a finding, not an error. Ends within a few
-    times `cluster.preflight_timeout_s`, even if a check hangs.
+    times `cluster.preflight_timeout_s`, even if a check hangs. Raises UserError if the model's config.json is missing
+    here, unless the run builds the model, or of an unsupported type.
 
     Args:
         config: The run's settings.
         path: The model's folder, expected on every node unless the run builds the model.
         folder: The run's folder, which exists here.
         device: `cpu` or `cuda`.
-
-    Raises:
-        UserError: The model's config.json is missing here or of an unsupported type.
     """
     start = time.perf_counter()
     timeout = config.cluster.preflight_timeout_s

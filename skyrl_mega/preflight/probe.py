@@ -83,7 +83,7 @@ class Probe:
         """Returns the rate between this node and its partner, in 10⁹ bytes per second in each direction.
 
         Args:
-            is_leader: True on the node of the pair whose `open_exchange` was called, anew for each exchange.
+            is_leader: True on the node of the pair whose `open_exchange` was called, before each exchange.
             leader: Address of that node, and the port returned by its `open_exchange`; the same on both nodes.
             mib: Size of a message in MiB.
             timeout_s: Time limit in seconds.
