@@ -51,8 +51,9 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Returns the settings of a YAML file, with `group.key=value` overrides (Hydra's syntax; later overrides win).
 
     `group=name` selects another file of a group: `algorithm=grpo` reads `algorithm/grpo.yaml`. Without a file (None)
-    the overrides apply to the defaults. Types are checked, but neither ranges nor relations (`checks.check`). Secrets
-    in the settings are remembered for masking (`common.secrets`), in place of an earlier call's.
+    the overrides apply to the defaults. Types are checked, but neither ranges, allowed words nor relations
+    (`checks.check`). Secrets in the settings are remembered for masking (`common.secrets`), in place of an earlier
+    call's.
 
     Raises:
         UserError: A missing or broken file, an unknown key, a value of the wrong type, or a masked secret.

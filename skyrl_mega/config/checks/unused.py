@@ -35,8 +35,8 @@ def unused_notes(c: Config) -> list[str]:
     """Returns notes for the user about settings without effect, and about options missing in the memory plan.
 
     Settings without effect here are settings of a loss or an estimator not in use, which often come from a recipe, and
-    evaluation settings without evaluation data. With a user's own loss or estimator only the latter are reported. []
-    without any note.
+    evaluation settings without evaluation data. With a user's own loss or estimator the former are left out. [] without
+    any note.
     """
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
     return [*map(str, algorithm), *_without_prompts(c), *unplanned_notes(c.policy)]
