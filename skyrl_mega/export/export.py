@@ -93,7 +93,7 @@ def export(
     Raises:
         UserError: The checkpoint is incomplete, of another model or of another type; or the output exists already or
             does not fit on the disk. Nothing has been written then.
-        Damaged: A file of the checkpoint differs from the saved state. A UserError, but after writing began.
+        Damaged: A file of the checkpoint differs from the saved state. A UserError, but perhaps after writing began.
         WorkerDied: A worker was killed.
         ExportMismatch: The written data differs from the checkpoint; only with `verify`.
         OSError: The file system failed.
