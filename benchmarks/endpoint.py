@@ -4,7 +4,7 @@
 
 The sessions answer after `--seconds` with a fixed reply, so a request's added latency is its duration for the client
 minus the duration in the session, which the reply contains. Clients run in a process of their own. CPU seconds and
-memory are those of this process, which stands for the driver. The hostile phase repeats the honest one beside half
+memory are those of this process, which stands for the driver. The hostile phases repeat the honest one beside half
 requests, wrong keys, oversized bodies, slow and vanishing clients.
 """
 
@@ -244,7 +244,7 @@ def phase(
 
 
 def main() -> None:
-    """Runs an honest phase twice, a phase without waiting for the policy, and a hostile phase; prints the figures."""
+    """Runs honest phases, a phase without waiting for the policy, and hostile phases; prints the figures."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sessions", type=int, default=1000)
     options.add_argument("--turns", type=int, default=4)
@@ -259,8 +259,9 @@ def main() -> None:
     loads = {
         "first": load,
         "second": load,
-        "without_waiting": replace(load, keys=[""] * 16, turns=200, seconds=0.0),
+        "without_waiting": replace(load, seconds=0.0),
         "hostile": replace(load, half=given.half),
+        "hostile_again": replace(load, half=given.half),
         "after": load,
     }
     results: dict[str, Any] = {}

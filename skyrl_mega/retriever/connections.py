@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -30,6 +31,9 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
     def connection_made(self, transport: Any) -> None:
         """Starts the time limit; closes the longest-waiting connection if there are too many."""
         super().connection_made(transport)
+        # A reply's head and body are separate packets, and the second must not wait for the first's acknowledgement,
+        # which takes 40 ms. asyncio sets this only for sockets created with the protocol's number.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._limit: asyncio.TimerHandle | None = None
         self._received = 0
         if len(self.connections) > self.most_connections:

@@ -240,3 +240,14 @@ def test_a_server_stops_with_requests_under_way(rollouts: asyncio.AbstractEventL
 
 def test_a_process_has_one_server() -> None:
     assert server() is server()
+
+
+def test_replies_do_not_wait_for_acknowledgements(opened: Opened, endpoint_server: EndpointServer) -> None:
+    endpoint = opened(ScriptedSession())
+    with httpx.Client(headers={"x-api-key": endpoint.key}) as client:
+        assert client.post(endpoint.url + CHAT, json=BODY).status_code == 200
+        options = [
+            connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for connection in endpoint_server._http.server_state.connections
+        ]
+    assert options and all(options)
