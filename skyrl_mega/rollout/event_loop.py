@@ -57,8 +57,8 @@ class EventLoop:
         self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine to its end and returns the result. Other tasks left running are cancelled and have ended on
-        return."""
+        """Runs a coroutine to its end and returns the result, or raises its exception. Other tasks left running are
+        cancelled and have ended on return."""
         return self._runner.run(_alone(work))
 
 
@@ -92,7 +92,8 @@ class BackgroundLoop:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine while the calling thread waits, and returns the result. Other tasks keep running."""
+        """Runs a coroutine while the calling thread waits, and returns the result or raises its exception. Other tasks
+        keep running. If the wait is interrupted, the coroutine is cancelled."""
         future = self.start(work)
         try:
             return future.result()
@@ -109,8 +110,8 @@ class BackgroundLoop:
         self._loop.call_soon_threadsafe(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Blocks the calling thread until `ready()` is true or `seconds` are over. Code changing the condition must
-        call `changed`."""
+        """Blocks the calling thread until `ready()` is true or `seconds` are over; neither case is an error. Code
+        changing the condition must call `changed`."""
         with self._changed:
             self._changed.wait_for(ready, seconds)
 

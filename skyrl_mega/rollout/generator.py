@@ -107,10 +107,12 @@ class Generator:
             samples: Trajectories per prompt.
             sampling: Sampling parameters.
             seed: Name of this phase, such as `"<run seed>/<step>"`.
-            progress: Called after each finished trajectory.
+            progress: Called after each finished trajectory; counts from 1 again if the phase restarts because all
+                engines were lost (`refill`).
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
+            Exception: `look` or `refill` raised it; all trajectories are cancelled.
         """
         while True:
             try:

@@ -80,8 +80,8 @@ class Journal:
             self.add([RecordedTurn(request.id, digest(request), completion)])
 
     def answer(self, request: Request) -> Completion | None:
-        """Returns the recorded answer to a request; None unless a request with the same name, tokens and limits was
-        recorded."""
+        """Returns the recorded answer to a request; None unless a request with the same name, tokens, token limit and
+        first position with routes was recorded. The time limit may differ."""
         known = self._recorded.get(request.trajectory, {}).get(request.id)
         return known.completion if known is not None and known.request_hash == digest(request) else None
 
@@ -125,7 +125,8 @@ def digest(request: Request) -> bytes:
 
 
 def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:
-    """Writes turns to a Parquet file atomically; replaces an existing file.
+    """Writes turns to a Parquet file atomically; replaces an existing file. The folder must exist. An OSError names
+    `file`.
 
     Routes make up most of the bytes and hardly repeat, so compression is off for routes.
     """

@@ -28,4 +28,8 @@ class Player(Protocol):
             sample: Number of the sample.
             name: Unique name; the source of the requests' names and random stream.
             start: See `Gate`; ignored unless all environments are open at once.
+
+        Raises:
+            NoServingActor: No engine is left, in a phase.
+            ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
         """

@@ -88,8 +88,11 @@ class RolloutService:
         tickets' prompts in the same order. As in a phase, all environments are opened before the first trajectory runs,
         but slow environments delay the other groups by at most `TOGETHER_S`.
 
+        If no group is under way, the engines first forget cached prefixes, which takes up to `timeout_s`. Without
+        tickets nothing happens. A missing engine is no error while engines restart: the requests wait.
+
         Raises:
-            ActorFailed: No engine is left and none restarts.
+            ActorFailed: The restart budget is used up.
         """
         if not tickets:
             return
@@ -102,11 +105,12 @@ class RolloutService:
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
 
     def done(self, wait_s: float) -> list[Done]:
-        """Returns the groups finished since the last call. If there is none, waits up to `wait_s` seconds for the
-        first.
+        """Returns the groups finished since the last call, in the order of their ends. If there is none, waits up to
+        `wait_s` seconds for the first; [] if none came.
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
+                Groups that finished at the same time are lost.
         """
         self.loop.wait(lambda: bool(self._done), wait_s)
         new_groups = []
@@ -120,7 +124,12 @@ class RolloutService:
 
     def write_turns(self, folder: Path) -> None:
         """Writes the recorded turns of unfinished trajectories into `folder`, a file from this process and one from
-        each rollout worker (`journal.file_of`)."""
+        each rollout worker (`journal.file_of`). `folder` must exist.
+
+        Raises:
+            ActorFailed: A rollout worker could not write the file; the turns of a crashed or slow one are only lost.
+            OSError: This process could not write the file.
+        """
         turns = self.loop.run(self.player.router.write_turns(folder))
         journal.write(journal.file_of(folder, "driver"), turns)  # in this thread: the loop is busy with trajectories
 

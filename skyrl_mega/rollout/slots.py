@@ -111,7 +111,12 @@ class SlotPlayer:
         self.player, self.slots, self.router = player, slots, player.router
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits for a slot, runs the trajectory and returns it with the wait in `seconds["slot"]`; ignores `start`."""
+        """Waits for a slot, runs the trajectory and returns it with the wait in `seconds["slot"]`; ignores `start`.
+
+        Raises:
+            ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout
+                worker is left.
+        """
         now = asyncio.get_running_loop().time
         begun = now()
         async with self.slots.hold(self):

@@ -160,13 +160,19 @@ class Agent:
         trajectory's status and metadata tell it.
 
         After an infrastructure fault the same trajectory is retried from the prompt: the requests keep the same names,
-        and therefore the same random streams. Faults of the environment or the policy are not retried.
+        and therefore the same random streams. Faults of the environment or the policy are not retried. Before a retry
+        it pauses, 1 s at first and up to 60 s.
 
         Args:
             prompt: The prompt.
             sample: Number of the sample.
             name: Unique name; the source of the requests' names and random stream.
             start: Awaited between opening the environment and the first turn.
+
+        Raises:
+            NoServingActor: No engine is left, in a phase.
+            ActorFailed: An engine refused a request, or the restart budget is used up.
+            WrongRoutes: The engine's routes do not match the tokens.
         """
         for retries in itertools.count():
             opened = await self._open(prompt, sample)
@@ -313,8 +319,8 @@ class Agent:
             room: Most tokens of the turn.
 
         Raises:
-            NoServingActor: No engine is left.
-            ActorFailed: The engine refused the request.
+            NoServingActor: No engine is left, in a phase.
+            ActorFailed: The engine refused the request, or the restart budget is used up.
             WrongRoutes: The engine's routes do not match the tokens.
         """
         t, start = opened.trajectory, opened.seconds
@@ -337,7 +343,8 @@ class Agent:
 
     def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
         """Returns the tokens between the policy's last token, the end of `t.tokens`, and the policy's next turn: the
-        end of the turn if not produced yet, the observations and the opening of the next turn."""
+        end of the turn if not produced yet, the observations and the opening of the next turn. Do not modify the
+        result. Raises TemplateError, TooLong or UserError as `Renderer.following` does."""
         return self.chat.following(t.tokens[-1], observations, tools)
 
     def _append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:

@@ -70,7 +70,8 @@ def end_message(t: Trajectory, end: int, stop_tokens: Collection[int]) -> None:
 
 
 def add_reward(t: Trajectory, step: TrajectoryStep, answer: StepOutput) -> None:
-    """Adds the environment's reward, and rewards by name, to a response's step and to the whole trajectory."""
+    """Adds the environment's reward to a response's step and to the whole trajectory, and the rewards by name to the
+    trajectory. `answer.reward` contains these already, weighted."""
     step.reward = (step.reward or 0.0) + answer.reward
     t.reward += answer.reward
     for name, value in answer.rewards.items():
@@ -83,5 +84,6 @@ def last_response(t: Trajectory) -> TrajectoryStep | None:
 
 
 def fail(t: Trajectory, status: Status, about: Mapping[str, str]) -> None:
-    """Sets a trajectory's status, sets all rewards to 0 and replaces the metadata by `about`, the error."""
+    """Sets a trajectory's status, sets its `reward` to 0, empties its `rewards`, and replaces the metadata by `about`,
+    the error. Rewards of its steps stay."""
     t.status, t.reward, t.rewards, t.metadata = status, 0.0, {}, {**about}

@@ -95,7 +95,8 @@ class EnvPool:
         self._may_inline = True
 
     async def run(self, call: Call, limit_s: float, *, inline: bool = False) -> Any:
-        """Runs a call in a thread and returns the value.
+        """Runs a call in a thread and returns the value. If the caller is cancelled, the call is given up, as after the
+        limit: its thread runs on.
 
         Args:
             call: The call; runs once.
@@ -105,7 +106,7 @@ class EnvPool:
 
         Raises:
             Abandoned: The call exceeded the limit.
-            Raised: The call raised an exception.
+            Raised: The call raised an exception, kept as `error`.
         """
         if not (inline and self._may_inline):
             return _value(*await self._in_thread(call, limit_s))

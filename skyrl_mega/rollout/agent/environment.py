@@ -79,11 +79,15 @@ class Environment:
         return bool(self._made) and not self._left
 
     async def open(self, turns: int, chat: Renderer) -> list[Message]:
-        """Creates the environment and returns the first messages.
+        """Creates the environment and returns the first messages. `close` must follow, also after a fault.
 
         Args:
             turns: Most turns of the trajectory.
             chat: Parses the policy's tool calls.
+
+        Raises:
+            EnvironmentFault: The environment is unknown, raised an exception, exceeded the time limit, or returned
+                invalid messages.
         """
 
         prompt = self.t.prompt
@@ -111,17 +115,28 @@ class Environment:
         return self.classes[name]
 
     async def step(self, answer: str, reward_weights: Mapping[str, float]) -> validate.StepOutput:
-        """Calls the environment with the text of a turn of the policy and returns the validated answer."""
+        """Calls the environment with the text of a turn of the policy and returns the validated answer. The environment
+        must be open.
+
+        Raises:
+            EnvironmentFault: The environment raised an exception, exceeded the time limit, or answered with something
+                invalid.
+        """
         return await self._call("step", validate.step, self._made[0], answer, reward_weights)
 
     async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
         """Asks the environment to grade a trajectory after the time limit. Returns None without such a method in the
-        environment, or without a grade."""
+        environment, or without a grade. The environment must be open.
+
+        Raises:
+            EnvironmentFault: The environment raised an exception, exceeded the time limit, or answered with something
+                invalid.
+        """
         return await self._call("out_of_time", validate.out_of_time, self._made[0], reward_weights)
 
     async def close(self) -> None:
-        """Closes the environment, unless closed already. An error is stored in the metadata: the trajectory itself is
-        complete."""
+        """Closes the environment, unless it was never opened, is closed, or a late thread closes it. An error is not
+        raised but stored in the metadata as `close_error`: the trajectory itself is complete."""
         if not self.is_open:
             return
         env = self._made.pop()

@@ -239,7 +239,8 @@ class Renderer:
             ends: Includes the end token of the turn.
 
         Raises:
-            UserError: The template does not write the message's tool calls.
+            UserError: The template rejects the message, or does not write the tool calls so that they can be parsed.
+            Malformed: `tool_calls` is invalid.
             TooLong: No sequence is long enough.
         """
         words, calls = self._broken(message["content"]), calls_of(message)
@@ -280,7 +281,7 @@ class Renderer:
     def following(
         self, last: int, observations: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Returns the tokens between the policy's last token and the next turn.
+        """Returns the tokens between the policy's last token and the next turn. Do not modify the result.
 
         The template is rendered with a mark in place of the policy's words. The text after the mark closes the turn,
         contains the observations and opens the next turn. So no token of the policy is ever tokenised again. In
@@ -293,6 +294,8 @@ class Renderer:
 
         Raises:
             TemplateError: The template rejects the messages.
+            TooLong: The text is so long that it surely has more tokens than a sequence may have.
+            UserError: The template leaves out the assistant's words.
         """
         if self.one_message:
             return [token for message in observations for token in self._words(message["content"])]

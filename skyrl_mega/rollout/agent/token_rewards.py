@@ -24,9 +24,10 @@ class TokenRewards:
         """Adds the rewards of the trajectory's last answer, each at the token that completes the rewarded part.
 
         Args:
-            t: The trajectory.
+            t: The trajectory, whose last step is the answer, with at least one token.
             text: Decodes tokens.
-            rewards_at: Pairs (number of the answer's characters up to the end of the rewarded part, reward).
+            rewards_at: Pairs (number of the answer's characters up to the end of the rewarded part, reward). An end
+                behind the answer means the last token.
         """
         start = t.steps[-1].start
         ends = characters(t.tokens[start:], text)
@@ -34,7 +35,7 @@ class TokenRewards:
 
     def keep(self, t: Trajectory) -> None:
         """Stores the rewards of a finished trajectory as its column `TOKEN_REWARDS`, float64 [T], 0 for all other
-        tokens. Does nothing without rewards, or if the environment failed."""
+        tokens; rewards at the same token are added up. Does nothing without rewards, or if the trajectory failed."""
         if self.rewards and not t.status.failed:
             import torch  # which readers of trajectories do without
 
@@ -47,13 +48,13 @@ class TokenRewards:
 
 
 def characters(tokens: Sequence[int], text: Text) -> list[int]:
-    """Returns for each token the number of characters of the answer's text complete at that token.
+    """Returns for each token the number of characters of the answer's text complete up to and including that token.
 
     A token is decoded together with the token before, because the first token of a text may lose a leading space, and
     with later tokens as long as these may be bytes of the same character: an incomplete character decodes to U+FFFD.
 
     Args:
-        tokens: Tokens of an answer.
+        tokens: Tokens of an answer; not empty.
         text: Decodes tokens.
     """
     counts: list[int] = []

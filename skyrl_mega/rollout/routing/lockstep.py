@@ -18,7 +18,8 @@ from skyrl_mega.rollout.routing.router import QueuedRequest
 
 def in_lockstep(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
     """Returns the requests to send now: all queued requests in name order once every running trajectory has a request
-    and the engines have finished the requests sent before; otherwise none.
+    and the engines have finished the requests sent before; otherwise an empty deque. Requests whose callers were
+    cancelled are left out. Does not change `queue`.
 
     Args:
         queue: The queued requests.
@@ -40,7 +41,7 @@ class FixedEngines:
 
     def choose(self, request: Request, requests: Mapping[int, int]) -> int:
         """Returns the number of the engine for a request: the engine of the trajectory's first turn, as long as the
-        same engines are in service.
+        same engines are in service. Trajectories get the engines in turn, in the order of their first call.
 
         Args:
             request: A turn of a trajectory.

@@ -186,11 +186,12 @@ class Router:
 
     async def generate(self, request: Request) -> Completion:
         """Sends a request to an engine and returns the completion, or returns the recorded answer to the same request
-        at once. Waits for a free engine. After the request's time limit the completion's finish is `timeout`.
+        at once. Waits for a free engine; a service also waits for a restarted one. After the request's time limit the
+        completion's finish is `timeout`, with the tokens so far, perhaps none.
 
         Raises:
             NoServingActor: No engine is left, in a phase.
-            ActorFailed: The engine refused the request; the error names the cause.
+            ActorFailed: The engine refused the request, or the restart budget is used up; the error names the cause.
             ValueError: Another unanswered request has the same id.
         """
         if (known := self.journal.answer(request)) is not None:
@@ -222,12 +223,12 @@ class Router:
                 timer.cancel()  # the loop outlives the phase and would keep the request alive
 
     def expect(self, trajectories: int) -> None:
-        """Announces trajectories about to send requests. In lockstep, requests leave only once each of these
-        trajectories sent a request or ended."""
+        """Announces this number of trajectories, in addition to earlier ones, before they send requests. In lockstep,
+        requests leave only once each of these trajectories sent a request or ended (`leave`)."""
         self.running += trajectories
 
     def leave(self) -> None:
-        """Reports the end of a trajectory announced by `expect`."""
+        """Reports the end of a trajectory announced by `expect`, also of a failed or cancelled one."""
         self.running -= 1
         self._schedule()
 
@@ -254,8 +255,8 @@ class Router:
         self._schedule()
 
     def close(self) -> None:
-        """Cancels all requests in progress at the engines. Their callers get no answer, so callers must be cancelled,
-        too."""
+        """Cancels all requests in progress at the engines, without waiting. Callers of `generate` get no answer and no
+        error, so callers must be cancelled, too."""
         for task in self.tasks:
             task.cancel()
 

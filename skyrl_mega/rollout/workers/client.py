@@ -153,8 +153,8 @@ class WorkerClient:
         failed.
 
         Raises:
-            NoServingActor: No engine is left.
-            ActorFailed: An engine refused a request, or no worker is left and none restarts.
+            NoServingActor: No engine is left, in a phase.
+            ActorFailed: An engine refused a request, or no engine or worker is left and none restarts.
         """
         history, fault = CrashHistory(), ""
         try:

@@ -90,7 +90,8 @@ class Workers(SupervisedGroup):
 
     def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> None:
         """Handles a crashed or silent worker: ends the actor and restarts it in the background within the restart
-        budget, unless another session already did.
+        budget, unless another session already did. Beyond the budget the worker is given up, without an error here:
+        `running` raises ActorFailed once all workers are.
 
         Args:
             rank: Rank of the worker.

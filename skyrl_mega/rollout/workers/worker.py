@@ -126,7 +126,7 @@ class RolloutWorker:
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
         """Replaces the session's view of the engines after a weight sync: the serving engines of the view accept
-        requests again. Ignores a view older than the known one."""
+        requests again. Ignores a view older than the known one. Raises KeyError after the session's end."""
         self.sessions[session].rejoin(engines)
 
     async def events(self, session: str) -> list[WorkerEvent]:
@@ -153,16 +153,20 @@ class RolloutWorker:
         Args:
             session: Name of the session.
             keys: The jobs' keys (`TrajectoryJob.key`).
+
+        Raises:
+            KeyError: The session is unknown, or a job is not finished or was handed over before.
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 
     async def write_turns(self, session: str, file: Path) -> None:
-        """Writes the recorded turns of a session's unfinished trajectories to a file (`journal.write`)."""
+        """Writes the recorded turns of a session's unfinished trajectories to a file (`journal.write`), also without
+        any turn. Raises KeyError after the session's end."""
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> ActivityReport:
         """Ends a session, if not ended before: cancels all trajectories and waits until the environments are closed.
-        Returns the timeline counts since the last `TimelineCounts`."""
+        Returns the timeline counts of the whole worker since the last `TimelineCounts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()
         return self.timeline.take()
