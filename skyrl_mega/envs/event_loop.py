@@ -69,7 +69,8 @@ _shared = _SharedLoop()
 
 
 def wait(awaitable: Awaitable[Any]) -> Any:
-    """Returns the result of an awaitable, which runs in the process's event loop while this thread waits.
+    """Returns the result of an awaitable, which runs in the process's event loop while this thread waits. Not to be
+    called in that loop: it would wait forever.
 
     Raises:
         BaseException: The awaitable raised it; `CancelledError` after `Pending.cancel`.

@@ -100,6 +100,7 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
 
     Raises:
         UserError: The name is unknown, the import path leads nowhere, or an option is invalid.
+        Exception: A user's class raised it.
     """
     return create(resolve(name, config), name, extras, config, max_turns)
 
@@ -112,6 +113,10 @@ def create(
     Args:
         cls: Result of `resolve`.
         name, extras, config, max_turns: See `make`.
+
+    Raises:
+        UserError: An option is invalid.
+        Exception: A user's class raised it.
     """
     row_extras = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
     return cls(env_config=_settings(cls, config.options.get(name) or {}, config), extras=row_extras)
@@ -163,10 +168,10 @@ def check_reward_function(config: EnvironmentConfig, used: Sequence[str]) -> Non
 
 
 def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Returns an environment's options, checked and completed with defaults.
+    """Returns an environment's options, checked and completed with defaults. A class without `OPTIONS` accepts any.
 
     Raises:
-        UserError: An option does not exist, or a value is not allowed.
+        UserError: An option does not exist, a value is not allowed, or `resolve` raises it.
     """
     cls, key, raw_options = resolve(name, config), f"environment.options.{name}", config.options.get(name)
     if not issubclass(cls, BaseTextEnv):
@@ -178,9 +183,10 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
     """Checks an environment's options, and calls its `check_ready` to check this machine, before any process starts.
+    Of a class not derived from `BaseTextEnv`, only the import is checked.
 
     Raises:
-        UserError: An option is invalid, or the machine lacks a requirement.
+        UserError: An option is invalid, the machine lacks a requirement, or `resolve` raises it.
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
@@ -188,7 +194,8 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
 
 
 def check_columns(name: str, columns: Iterable[str], where: str, config: EnvironmentConfig) -> None:
-    """Checks that a reward function in TRL's form can be called with the columns of a file.
+    """Checks that a reward function in TRL's form can be called with the columns of a file. Accepts any columns for
+    verl's form and for other environments.
 
     Args:
         name: Registered name.
@@ -214,11 +221,15 @@ def check_columns(name: str, columns: Iterable[str], where: str, config: Environ
 def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, Any]], str | None] | None:
     """Returns an environment's check of rows; None if the environment accepts every row.
 
-    The check returns the reason why no answer to a row can earn the reward, or None.
+    The check takes a row's columns without the prompt, and returns the reason why no answer to the row can earn the
+    reward, or None.
 
     Args:
         name: Registered name.
         config: Names, import paths and options.
+
+    Raises:
+        UserError: The name is unknown, or an option is invalid.
     """
     cls = resolve(name, config)
     if not issubclass(cls, BaseTextEnv):
@@ -258,7 +269,8 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
-    """Returns the configuration with absolute file paths, for processes started in another folder."""
+    """Returns the configuration with absolute paths of the `file.py:Name` classes and functions, for processes started
+    in another folder; import paths stay as they are."""
     classes = {name: _absolute(path) for name, path in config.classes.items()}
     return replace(config, classes=classes, reward_function=_absolute(config.reward_function or "") or None)
 

@@ -67,7 +67,8 @@ class RewardFunctionEnv(BaseTextEnv):
 
     @classmethod
     def wrong_columns(cls, columns: Iterable[str], options: Mapping[str, Any]) -> str | None:
-        """Returns the reason why TRL's form cannot be called with the columns of a file; None if it can.
+        """Returns the reason why TRL's form cannot be called with the columns of a file; None if it can, and always for
+        verl's form.
 
         Args:
             columns: Names of the columns.
@@ -92,6 +93,7 @@ class RewardFunctionEnv(BaseTextEnv):
 
         Raises:
             BadOutput: The function returned no reward.
+            Exception: The function raised it.
         """
         self.turns += 1
         arguments = self._rows(action) if self.takes_lists else self._row(action)
@@ -125,7 +127,7 @@ def environment_of(function: Callable[..., Any], setting: str) -> type[RewardFun
         setting: Setting with the function's path, for errors.
 
     Raises:
-        UserError: The function takes neither `solution_str` nor `completions`.
+        UserError: The function takes neither `solution_str` nor `completions` nor `**kwargs`, or has no signature.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -112,7 +112,8 @@ class ToolEnv(BaseTextEnv):
         """Executes the calls of a turn and returns their results as `tool` messages, with reward 0; or judges the
         answer by `judge` and ends the trajectory.
 
-        A turn is judged if it has no calls, and if it is the last turn: the policy could not read results.
+        A turn is judged if it has no calls, and if it is the last turn: the policy could not read results. An
+        unreadable call, and a ToolError of a tool, is a result for the policy; other exceptions are let out.
         """
         self.turns += 1
         message = self.parse(action, self.turns)

@@ -55,6 +55,7 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
 
     Raises:
         BadOutput: The output breaks the contract.
+        Exception: The environment raised it.
     """
     output = env.init(prompt)
     if not isinstance(output, tuple) or len(output) != 2:
@@ -75,6 +76,7 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
 
     Raises:
         BadOutput: The output breaks the contract, or a named reward has no weight.
+        Exception: The environment raised it.
     """
     return _output("step", env.step(action.encode(errors="replace").decode()), len(action), weights)
 
@@ -91,6 +93,7 @@ def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) ->
 
     Raises:
         BadOutput: The output breaks the contract, or a named reward has no weight.
+        Exception: The environment raised it.
     """
     judge = getattr(env, "out_of_time", None)  # a class without BaseTextEnv as a base may lack the method
     output = judge() if callable(judge) else None

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows: `train.parquet`, `test.parquet`, and `demonstrations.parquet` if requested.
-    Deterministic in `args.seed`.
+    """Returns file name → rows, to be read once: `train.parquet`, `test.parquet` (also with no row), and
+    `demonstrations.parquet` if requested. Deterministic in `args.seed`.
 
     Demonstrations are drawn with repetition from the training problems. Exactly the share `args.wrong` shows the sum of
     another problem, so a model trained on the demonstrations gives wrong answers equally often and leaves real work for

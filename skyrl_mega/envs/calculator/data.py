@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows: `train.parquet`, `test.parquet`, and `demonstrations.parquet` if requested.
+    """Returns file name → rows, to be read once: `train.parquet`, `test.parquet` (also with no row), and
+    `demonstrations.parquet` if requested.
 
     Deterministic in `args.seed`. No test problem is a training problem, not even mirrored.
 

@@ -24,7 +24,7 @@ def calculate(expression: str) -> str:
     """Returns the value of an expression of whole numbers with +, -, * and brackets, as text.
 
     Raises:
-        ToolError: The text is no such expression.
+        ToolError: The text is no such expression, or one of its numbers or results exceeds `LARGEST`.
     """
     try:
         return str(_value(ast.parse(expression.strip(), mode="eval").body))

@@ -43,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows, from `args.source` or Hugging Face's hub, which is
-    downloaded. The order is the source's, independent of `args.seed`.
+    downloaded. Splits missing in the source are left out. The order is the source's, independent of `args.seed`.
 
     Raises:
-        UserError: The source cannot be read, a row is malformed, or `--shots` lacks training questions.
+        UserError: The source cannot be read, or `--shots` lacks training questions. While the rows are read: a row is
+            malformed.
     """
     files = _from_hub() if args.source is None else _from_disk(args.source)
     shots = _shots(files, args.shots)

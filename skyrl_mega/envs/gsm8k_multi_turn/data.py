@@ -13,7 +13,7 @@ add_arguments = gsm8k.add_arguments
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows: those of `gsm8k`, with the environment
-    `gsm8k_multi_turn`."""
+    `gsm8k_multi_turn`. Raises UserError as the function of `gsm8k` does."""
     return {
         name: ({**row, "env_class": "gsm8k_multi_turn"} for row in rows) for name, rows in gsm8k.tables(args).items()
     }

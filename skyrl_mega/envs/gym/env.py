@@ -65,6 +65,9 @@ class GymEnv(BaseTextEnv):
 
         If the last message is the user's, the observation is added to its end; else the observation becomes a new
         message.
+
+        Raises:
+            UserError: The observation is not text.
         """
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))

@@ -55,7 +55,7 @@ def cases(tests: Any) -> list[Case]:
     and `metadata.func_name`.
 
     Raises:
-        ValueError: The value is not a non-empty list of tests.
+        ValueError: The value is not a non-empty list of tests, or a functional test names no function.
         KeyError: A test has no `input` or `output`.
         TypeError, AttributeError: The value or a test is of another type.
     """
@@ -92,6 +92,9 @@ def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float,
         box: The sandbox; the limits apply per test.
         seconds: Time limit for all tests together; the remaining tests then count as `timeout`.
         stop: True to stop after the first failing test; the result then has no entries for later tests.
+
+    Raises:
+        InfrastructureFault: The sandbox cannot start a program.
     """
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds

@@ -9,7 +9,8 @@ TAIL = 300
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    """Returns the position and the content of the last `\\boxed{…}` with balanced braces; None if there is none."""
+    """Returns the position and the content of the last `\\boxed{…}`; None if there is none, or if this last one lacks
+    a brace."""
     boxes = list(re.finditer(r"\\(?:boxed|fbox)[ \t]*\{", text))
     if not boxes:
         return None

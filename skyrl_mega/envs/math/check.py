@@ -58,7 +58,8 @@ class CheckerFailed(RuntimeError):
 
 
 def same(gold: str, answer: str, seconds: float | None, question: str = "", *, waiting: Waiting = nullcontext) -> bool:
-    """Returns True if an answer equals the gold answer.
+    """Returns True if an answer equals the gold answer. An empty answer equals nothing, and an answer of more than
+    `LONGEST` characters only the same text.
 
     Args:
         gold: The right answer.

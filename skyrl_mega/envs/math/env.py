@@ -80,7 +80,11 @@ class MathEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges a solution and ends the trajectory: reward of the option `right` for the right answer, else of the
-        option `wrong`."""
+        option `wrong`.
+
+        Raises:
+            InfrastructureFault: The algebra process was killed, or does not start.
+        """
         text = action.split("<|im_end|>")[0]
         answer = extract(text[-int(self.options["tail"]) :], self.options["answer"])
         correct = answer is not None and self.is_right(answer)

@@ -114,8 +114,8 @@ def _unwrapped(text: str) -> str:
 
 
 def split_top_level(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Splits a text at separators outside all brackets; returns the pieces and the separators. The longest separator at
-    a position wins.
+    """Splits a text at separators outside all brackets; returns the stripped pieces, perhaps empty, and the separators
+    between them. The longest separator at a position wins.
     """
     pieces, matched, depth, at, start = [], [], 0, 0, 0
     by_length = sorted(separators, key=len, reverse=True)

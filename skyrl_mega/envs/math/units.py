@@ -69,7 +69,8 @@ MEANING_CHANGES = frozenset(
 
 
 def unit_of(words: str, *, marked: bool) -> str | None:
-    """Returns the unit, or the counted noun, named by the words after a number; None for words with another meaning.
+    """Returns the unit, or the counted noun, named by the words after a number; None for words with another meaning,
+    for more than 6 words, and for no words.
 
     Args:
         words: `square inches`, `cm`, `p.m.`, `different ways`.

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows: `train.parquet`, `test.parquet`, and `demonstrations.parquet` if requested.
-    Deterministic in `args.seed`.
+    """Returns file name → rows, to be read once: `train.parquet`, `test.parquet` (also with no row), and
+    `demonstrations.parquet` if requested. Deterministic in `args.seed`.
 
     A demonstration is a conversation with the environment about a training problem, drawn with repetition: attempts
     with the work shown, until an attempt is right or `args.turns` are used. A model trained on the demonstrations slips

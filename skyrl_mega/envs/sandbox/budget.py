@@ -66,7 +66,8 @@ class Budget:
             self.ended += 1
 
     def killed(self) -> int:
-        """Returns the number of processes killed by the kernel for exceeding the cgroup's limit; 0 without a cgroup."""
+        """Returns the number of processes killed by the kernel for exceeding the cgroup's limit, since the creation of
+        this budget; 0 without a cgroup."""
         if self.group is None:
             return 0
         with contextlib.suppress(OSError):
@@ -105,7 +106,7 @@ def divide(among: int) -> None:
 
 def add_ended(programs: int) -> None:
     """Adds to the result of `ended` the number of commands that another process of the run has ended for exceeding the
-    memory limit `total_mib`."""
+    memory limit `total_mib`. After a call, even with 0, `ended` never returns None."""
     global _ended_in_other_processes
     with _making:
         _ended_in_other_processes = (_ended_in_other_processes or 0) + programs

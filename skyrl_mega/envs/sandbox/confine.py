@@ -25,7 +25,8 @@ TRUNCATE_ABI = 3
 
 
 def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Moves this process out of the host's namespaces, into those of the workspace or into new ones.
+    """Moves this process out of the host's namespaces, into those of the workspace or into new ones. The new PID
+    namespace begins with the next child.
 
     Args:
         request: The order of `run.Sandbox`, with the namespaces of the workspace if any.
@@ -71,6 +72,10 @@ def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -
 
     Returns:
         True if disk use is bounded only by watching.
+
+    Raises:
+        OSError: The working folder cannot be entered or filled, or the user not changed. A refused confinement is no
+            error: it is listed as absent.
     """
     active, absent = result["active"], result["absent"]
     outside = os.path.realpath(request["folder"] or request["scratch"])

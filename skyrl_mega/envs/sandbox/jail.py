@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
-    """Executes an order of `run.Sandbox`; returns once none of its processes is alive.
+    """Executes an order of `run.Sandbox`; returns once none of its processes is alive. Ends the command early when
+    standard input ends.
 
     Args:
         request: The order: command, files, limits and confinements.

@@ -66,6 +66,9 @@ def map_own_user(inside: int, uid: int, gid: int) -> None:
         inside: User and group ID inside the namespace.
         uid: User ID outside.
         gid: Group ID outside.
+
+    Raises:
+        OSError: The kernel refuses.
     """
     for file, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
         with open(f"/proc/self/{file}", "w") as out:
@@ -91,7 +94,8 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def read_only(target: str) -> None:
-    """Makes the mount at `target` read-only; existing flags are kept, since a user namespace may not drop them."""
+    """Makes the mount at `target` read-only; existing flags are kept, since a user namespace may not drop them. Raises
+    OSError if the kernel refuses."""
     present = os.statvfs(target).f_flag
     keep = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
     if present & ST_RELATIME:
@@ -114,11 +118,15 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> int:
-    """Confines this process to some files, and its signals to its own descendants (ABI 6); returns the ABI.
+    """Confines this process permanently to some files, and its signals to its own descendants (ABI 6); returns the ABI.
+    Needs no_new_privs.
 
     Args:
         readable: Files and folders allowed for reading and executing; missing paths are skipped.
-        writable: Folders with everything allowed except device nodes.
+        writable: Folders with everything allowed except device nodes; missing paths are skipped.
+
+    Raises:
+        OSError: The kernel has no Landlock, or refuses.
     """
     version = landlock_version()
     bits = 13 + (version >= 2) + (version >= 3)  # REFER and TRUNCATE came later

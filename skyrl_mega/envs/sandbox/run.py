@@ -174,7 +174,8 @@ class Sandbox:
         workspace: Workspace | None = None,
         limits: CommandLimits | None = None,
     ) -> SandboxResult:
-        """Runs a command and waits for its end; all its processes are dead on return.
+        """Runs a command and waits for its end; all its processes are dead on return. A failed command, or one ended by
+        a limit, is no error: see `SandboxResult.status`.
 
         Args:
             argv: Absolute path of the program, and its arguments.
@@ -223,8 +224,8 @@ def python(script: str = "main.py", *arguments: str) -> list[str]:
 
 @functools.cache
 def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Returns confinement → mechanisms, for the confinements possible on this machine. A trial in the first call
-    decides; later calls return the same result.
+    """Returns confinement → mechanisms, for the confinements possible on this machine; others have no key. A trial in
+    the first call decides; later calls return the same result.
 
     Args:
         disabled: Mechanisms not to use, for tests.

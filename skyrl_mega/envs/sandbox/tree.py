@@ -31,7 +31,8 @@ class TreeSize(NamedTuple):
 def measure(folder: str, max_bytes: int, max_entries: int) -> TreeSize:
     """Returns the size of the content below a folder, which programs may change meanwhile.
 
-    Stops counting above `max_bytes` or `max_entries`, and at folders deeper than `DEEPEST`.
+    Stops counting above `max_bytes` or `max_entries`, and at folders deeper than `DEEPEST`; the result is the count up
+    to there. Raises OSError if the folder itself cannot be opened.
     """
     total = entries = 0
     linked: set[int] = set()
@@ -124,7 +125,7 @@ def folders(top: str) -> Iterator[str]:
 
 def remove(path: str) -> bool:
     """Removes a path and everything below, once no process changes the content any more; returns True if the path is
-    gone.
+    gone, also if it did not exist.
 
     Inner folders are moved up to the top before being emptied, so none is too deep.
     """

@@ -63,7 +63,7 @@ class Workspace:
         return Path(self.place if self._top is None else f"/proc/{os.getpid()}/fd/{self._top}")
 
     def used(self) -> tree.TreeSize:
-        """Returns the bytes and entries in use, measured now."""
+        """Returns the bytes and entries in use, measured now. Raises RuntimeError if the workspace is closed."""
         if self._top is not None:
             held = os.fstatvfs(self._top)
             return tree.TreeSize((held.f_blocks - held.f_bfree) * held.f_frsize, held.f_files - held.f_ffree, False)

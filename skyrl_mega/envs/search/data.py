@@ -69,10 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name → rows: `train.parquet`, `test.parquet` and `corpus.parquet` (id, title and text).
 
-    Without `--source`, questions about facts on countries; `args.seed` decides the held-out facts.
+    Without `--source`, questions about facts on countries; `args.seed` decides the held-out facts. With `--source`,
+    files missing there are left out.
 
     Raises:
-        UserError: An option needs `--source`, or the source is wrong.
+        UserError: An option needs `--source`, or the source is wrong; for a wrong passage, while the rows are read.
     """
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):

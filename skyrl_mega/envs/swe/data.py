@@ -57,7 +57,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     Without `--source`, first writes small tasks to `<output>/tasks`. Each task's `split` decides the file.
 
     Raises:
-        UserError: `--source` has no tasks, or a task.json is invalid.
+        UserError: `--source` has no tasks, a task.json is invalid, or a file in `<output>/tasks` has other content.
     """
     folder = args.source
     if folder is None:

@@ -155,7 +155,11 @@ class SweEnv(BaseTextEnv):
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the session; returns the prompt unchanged."""
+        """Opens the session; returns the prompt unchanged, and no information.
+
+        Raises:
+            UserError: The task has no repository, or the repository exceeds the disk limit.
+        """
         self.session.open(float(self.options["command_timeout_s"]))
         return prompt, {}
 
@@ -165,6 +169,9 @@ class SweEnv(BaseTextEnv):
 
         The last turn (`max_turns`) runs its command and then judges the work. The reward is 1 if the tests pass, else
         0, also for all earlier turns.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start a command.
         """
         self.turns += 1
         deadline = time.monotonic() + self.longest_step_s(self.options)

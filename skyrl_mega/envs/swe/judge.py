@@ -88,6 +88,9 @@ class Judge:
         Args:
             changes: Changes to the repository; changes to protected files are ignored.
             deadline: End of the time limit on the clock `time.monotonic()`.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start a command.
         """
         tests = self._tests()
         try:

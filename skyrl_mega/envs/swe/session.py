@@ -107,7 +107,12 @@ class LocalSession:
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
         """Runs `sh -c command` in the sandbox, in the copy of the repository; after `timeout_s` seconds the command
-        ends with the status `timeout`."""
+        ends with the status `timeout`.
+
+        Raises:
+            RuntimeError: The session is not open.
+            InfrastructureFault: The sandbox cannot start the command.
+        """
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)
         return CommandResult(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)

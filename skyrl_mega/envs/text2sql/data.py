@@ -65,10 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--source` or small generated databases.
 
-    The databases of the test rows never occur in the training rows.
+    Without `--source`, first writes the databases to `<output>/database`. The databases of the test rows never occur in
+    the training rows. Questions without a database file are left out.
 
     Raises:
-        UserError: The training rows are fewer than `--shots`, or the source is wrong.
+        UserError: The training rows are fewer than `--shots`, the source is wrong, or a file in `<output>/database` is
+            not such a database.
     """
     if args.source is None:
         folder = args.output / "database"

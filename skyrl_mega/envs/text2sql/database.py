@@ -187,7 +187,8 @@ def schema(file: Path, max_characters: int) -> str:
     """Returns the statements that create a database's tables, cut to `max_characters`. Only for trusted files.
 
     Raises:
-        OSError: The file cannot be opened as a database.
+        OSError: The file is no database.
+        sqlite3.OperationalError: The file cannot be opened.
         UserError: The database has a write-ahead log (`refuse_unmerged`).
     """
     refuse_unmerged(file)

@@ -106,7 +106,11 @@ class Text2SqlEnv(BaseTextEnv):
         """Runs the query in `<sql>` and returns the rows, or judges the solution: after `<solution>…</solution>` or the
         last turn.
 
-        A solution earns 1 for the gold query's rows, else 0; −1 for a broken format. Earlier turns earn 0.
+        A solution earns 1 for the gold query's rows, else 0; −1 for a broken format. Earlier turns earn 0. A failing
+        query is an observation for the policy, not an error.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start.
         """
         self.turns += 1
         self.written.append(action)

@@ -145,6 +145,9 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
     Args:
         request: `database` (the file), `seconds` (time limit) and `rows` (maximum number of rows).
         sql: The query.
+
+    Raises:
+        sqlite3.OperationalError: The file cannot be opened.
     """
     connection = connect(request["database"], request["seconds"])
     try:
