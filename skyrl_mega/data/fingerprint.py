@@ -12,7 +12,8 @@ BYTES = 16
 
 
 def fingerprint(files: Sequence[str | Path]) -> str:
-    """Returns a hash (32 hex digits) of the contents of files, in order. The files' names do not count."""
+    """Returns a hash (32 hex digits) of the contents of files, in order. The files' names do not count. Raises OSError
+    if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=BYTES)
     for file in files:
         with Path(file).open("rb") as stream:

@@ -51,7 +51,8 @@ class Demonstration:
 def load_prompts(
     files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train", limit: int | None = None
 ) -> list[Prompt]:
-    """Returns the prompts of the files, in order, after checking every row.
+    """Returns the prompts of the files, in order, after checking every row. A row whose reward no answer can earn is
+    kept; only too many (`truths.MOST_WRONG`) are an error.
 
     Args:
         files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
@@ -106,7 +107,7 @@ def check_files(
 
 
 def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
-    """Returns the names of the environments used by the rows, each once.
+    """Returns the names of the environments used by the rows, each once, in the order of their first row.
 
     Args:
         files: Parquet files that passed `check_files` or `load_prompts`.

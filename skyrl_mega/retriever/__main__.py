@@ -7,7 +7,7 @@ from skyrl_mega.config.command import guarded
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand named by the first argument; returns the exit code."""
+    """Runs the subcommand named by the first argument; returns the exit code. Raises UserError for invalid input."""
     if arguments[:1] == ["run"]:
         from skyrl_mega.cli.serve_retriever import main as run
 

@@ -60,7 +60,8 @@ class Batcher:
         return self._queue.qsize()
 
     async def ask(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
-        """Queues the queries, waits until all are answered, and returns the hits of each query.
+        """Queues the queries, waits until all are answered, and returns the hits of each query: at most `topk`, best
+        first. Waits without limit while `run` does not run.
 
         Raises:
             QueueFull: There is no room for all queries; none was accepted.

@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand build, serve or query of `python -m skyrl_mega.retriever`; returns the exit code 0.
+    """Runs the subcommand build, serve or query of `python -m skyrl_mega.retriever`; returns the exit code 0. `serve`
+    returns after SIGTERM or SIGINT.
 
     Args:
         arguments: The command line without the program.

@@ -30,7 +30,7 @@ def read_passages(file: Path) -> Iterator[Passage]:
     """Yields every passage of a `.jsonl` or `.parquet` file in order, without loading the whole file.
 
     Raises:
-        UserError: The file cannot be read, or a row is not a valid passage.
+        UserError: The file cannot be read, or a row is not a valid passage; raised during the iteration.
     """
     if file.suffix not in SUFFIXES or not file.is_file():
         raise UserError(f"allowed: an existing file, {' or '.join(SUFFIXES)}", key="--corpus", value=file)

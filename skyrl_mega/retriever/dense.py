@@ -58,6 +58,7 @@ class DenseBuilder:
 
         Raises:
             UserError: There are too few vectors to train the index.
+            RuntimeError: The file cannot be written.
         """
         self._train()
         faiss.write_index(self.index, str(file))

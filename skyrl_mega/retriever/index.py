@@ -150,7 +150,8 @@ class Index:
             self._same(folder / "bm25", self.bm25.size)
 
     def search(self, queries: Sequence[str], topk: int, method: str | None = None) -> list[list[Hit]]:
-        """Returns the best passages of each query, best first: `topk`, or fewer if the index has fewer.
+        """Returns the best passages of each query, best first: `topk`, or fewer if the index has fewer. BM25 leaves out
+        passages without a word of the query, so a query may have none.
 
         Args:
             queries: Texts.

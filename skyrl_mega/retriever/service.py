@@ -222,7 +222,8 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
         with_stdin: Also end when standard input ends, to avoid outliving the process that holds the pipe.
 
     Raises:
-        UserError: The address cannot be bound; or it is not a loopback address and there is no token.
+        UserError: The address cannot be bound; or it is not a loopback address and there is no token; or `ready_file`
+            exists with other content.
         Exception: Loading the index failed.
     """
     check_address(host, service.token)

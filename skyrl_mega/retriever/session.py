@@ -117,7 +117,7 @@ class RetrieverProcess:
 
     def start(self) -> str:
         """Starts the service, waits until it is ready and returns its URL. From then on a thread restarts it after a
-        crash, at most `RESTARTS` times.
+        crash, at most `RESTARTS` times. `stop` must follow, also after an error.
 
         Raises:
             UserError: The service ended, or was not ready within 600 s.
