@@ -98,7 +98,7 @@ def set_up_process() -> None:
     """Gives this process a new process group, a new temporary folder, and a guard process, which kills the group and
     removes the folder after this process ends.
 
-    Also sets environment variables for the libraries under torch.
+    Also sets environment variables for the libraries under torch. To be called once, in an actor's process of Ray.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -154,8 +154,8 @@ def redirect_and_bind(identity: ActorIdentity) -> None:
 def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
     """Starts a guard process, which cleans up after the end of this process.
 
-    The guard acts when this process ends or closes the returned object's stdin. The guard's output is discarded: a full
-    or closed log must not stop the guard.
+    The guard acts when this process ends or closes the returned object's stdin, so keep the object: garbage collection
+    closes it. The guard's output is discarded: a full or closed log must not stop the guard.
 
     Args:
         kind: `group`: the guard kills this process's group, and removes its shared memory and the folder. `cluster`:

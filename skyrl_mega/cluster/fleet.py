@@ -76,7 +76,9 @@ class Fleet(SupervisedGroup):
         """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
 
         Raises:
-            ActorFailed: An actor is given up: its failure may have reached nobody, between two requests.
+            ActorFailed: An actor is given up, even if others run: its failure may have reached nobody, between two
+                requests. Or freeing memory for a restart failed.
+            NodeGone: An actor cannot be restarted because the node is gone.
         """
         running = super().running()
         if self.last_failure is not None and self.ranks(State.GIVEN_UP):
@@ -90,7 +92,7 @@ class Fleet(SupervisedGroup):
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
         Raises:
-            ActorFailed: No actor could be restarted; names the root cause.
+            ActorFailed: An actor is given up, even if others run; names the root cause.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:
@@ -116,7 +118,7 @@ class Fleet(SupervisedGroup):
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an actor out of service, ends its processes and starts a replacement in the background, without
-        waiting.
+        waiting. Does nothing if a replacement is starting already.
 
         Args:
             rank: The actor's rank.
@@ -164,7 +166,7 @@ class Fleet(SupervisedGroup):
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).
 
         Raises:
-            ActorFailed: The restart budget is used up.
+            ActorFailed: The restart budget is used up, now or earlier.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         wait(self._starting.values())
@@ -211,7 +213,7 @@ class Fleet(SupervisedGroup):
             timeout: Time limit in seconds.
 
         Raises:
-            NoServingActor: No serving actor is left.
+            NoServingActor: No serving actor is left, or none was serving, or parts are asleep.
             ActorFailed: The restart budget is used up.
         """
         self._settle(self.serving, method, timeout)

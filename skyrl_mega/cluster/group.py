@@ -76,7 +76,8 @@ class ActorGroup:
         logs: Path | None = None,
         waiting: Waiting | None = None,
     ) -> ActorGroup:
-        """Starts an actor per entry of `arguments` and waits until all are up.
+        """Starts an actor per entry of `arguments` and waits until all are up. On a failure the actors are ended and
+        `placement` is released first.
 
         Args:
             name: Name of the group in errors and log files: `<logs>/<name>-<rank>.log`.
@@ -195,7 +196,7 @@ class ActorGroup:
 
     def end(self, rank: int) -> None:
         """Kills the actor of this rank and all its child processes, and waits until they are gone. The actor need not
-        respond. Starts no replacement."""
+        respond. Starts no replacement. Returns after at most twice `END_S` seconds."""
         import ray
 
         ray.kill(self.actors[rank], no_restart=True)
@@ -354,7 +355,7 @@ def settle(
 
 
 def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | None = None) -> list[Any]:
-    """Waits for calls to any number of groups and returns the answers in order.
+    """Waits for calls to any number of groups and returns the answers in order. Ends no actor, also after a failure.
 
     Args:
         calls: The calls.

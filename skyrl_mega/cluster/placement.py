@@ -62,7 +62,8 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
     Args:
         actors: Number of actors.
         gpus: GPUs per actor. A vLLM engine takes a whole tensor parallel group, so the group stays on a node.
-        together: Numbers of consecutive actors on the same node, node by node; None lets Ray pack the actors.
+        together: Numbers of consecutive actors on the same node, node by node, `actors` in total; None lets Ray pack
+            the actors.
         timeout_s: Seconds until everything is reserved.
 
     Raises:
@@ -93,8 +94,8 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
 
 
 def by_gpu(locations: Sequence[Location]) -> list[int]:
-    """Returns the rank order of actors with GPUs: node by node, nodes with the most actors first, then by address and
-    GPU.
+    """Returns the rank order of actors with GPUs, for each rank the index of its actor in `locations`: node by node,
+    nodes with the most actors first, then by address and GPU.
 
     Rank r is then on GPU r mod 8 of a node, and traffic between equal GPU indices stays on NICs of the same rail. Ray
     itself assigns the GPUs of a node in any order. Without GPUs for all actors the order is unchanged.

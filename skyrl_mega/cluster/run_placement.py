@@ -55,8 +55,9 @@ def plan_placement(config: Config) -> RunPlacement:
     """Returns the placement of every process according to the settings.
 
     On GPUs consecutive ranks fill whole nodes, and the remaining ranks go to the node with the most free GPUs; an
-    engine spans two nodes only if it is larger than a node. On CPUs processes are spread over `cluster.nodes`; tensor
-    parallel groups and engines stay whole.
+    engine spans two nodes only if it is larger than a node. If `cluster.nodes` do not suffice, higher node numbers
+    follow, without an error (`check_nodes`). On CPUs processes are spread over `cluster.nodes`; tensor parallel groups
+    and engines stay whole.
     """
     if config.cluster.device == "cpu":
         return _on_cpus(config, nodes_of_cpus(config, config.cluster.nodes))

@@ -105,7 +105,8 @@ class Allocation:
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:
-        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`."""
+        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`.
+        Raises KeyError if one of theirs is missing."""
         return cls(
             folder=folder,
             node=env["SLURMD_NODENAME"],
@@ -186,7 +187,7 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
     exit code.
 
     Raises:
-        Ended: The settings are wrong, a node failed, or some nodes did not come up in time.
+        Ended: The settings are wrong, a node failed, some nodes did not come up in time, or a signal was received.
     """
     node_options = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     arguments = [*node_options, *launcher]
@@ -221,7 +222,8 @@ def wait_for_all(job: Allocation, node: RayNode) -> None:
     """Waits until every node is up, and prints the progress.
 
     Raises:
-        Ended: A node failed, or some nodes did not come up in time; the message names the nodes.
+        Ended: A node failed, or some nodes did not come up in time; the message names the nodes. Or a signal was
+            received.
     """
     reported: list[str] = []
     while True:
@@ -250,7 +252,7 @@ def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> 
     (SIGUSR1) once the batch script says so.
 
     Raises:
-        Ended: A node failed.
+        Ended: A node failed, or this process received a signal.
     """
     stopping = False
     while (code := launcher.poll()) is None:
@@ -330,6 +332,7 @@ class RayNode:
         Raises:
             NodeFailed: Ray did not start in time or within `TRIES` attempts (on a busy machine Ray itself gives up
                 after 30 s).
+            Ended: A signal was received.
         """
         written = self.ray / "ray_current_cluster"  # written by Ray at the end of a node's start
         tries = 1

@@ -24,7 +24,7 @@ from skyrl_mega.common.safe_read import writing
 @contextmanager
 def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
     """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits, and removes it at the end of the
-    `with` block. The caller may rename the folder, which is then kept."""
+    `with` block. The caller may rename the folder, which is then kept. `parent` must exist."""
     with _new_entry(parent, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 
@@ -60,7 +60,8 @@ def in_use(folder: Path, prefix: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder. A missing path is no error; a folder's undeletable entries are skipped."""
+    """Removes a file or a folder. A missing path is no error; a folder's undeletable entries are skipped. For an
+    undeletable file raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
