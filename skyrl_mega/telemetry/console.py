@@ -151,7 +151,8 @@ class Console:
         self._leave(phase, "done in")
 
     def say(self, text: str) -> None:
-        """Prints and logs a line; terminal control characters are escaped and secrets hidden.
+        """Prints and logs a line; terminal control characters are escaped and secrets hidden. A closed reader of the
+        output is no error, but a log that cannot be written raises OSError.
 
         If `text` is an `Event`, also appends the event to `events.jsonl` and the JSON output (`record`).
         """

@@ -38,7 +38,7 @@ RESULTS = (
 def by_step(folder: Path, ending: str = "") -> dict[int, Path]:
     """Returns step -> output of a run (`step_000010` plus `ending`), in ascending order.
 
-    Copies under other names, such as `step_000010_best`, belong to the user and are left out.
+    Copies under other names, such as `step_000010_best`, belong to the user and are left out. {} without the folder.
     """
     names = ((path, _STEP.fullmatch(path.name.removesuffix(ending))) for path in folder.glob(f"step_*{ending}"))
     return dict(sorted((int(match[1]), path) for path, match in names if match))

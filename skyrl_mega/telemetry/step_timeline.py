@@ -62,7 +62,7 @@ class StepTimeline:
 
         `idle/engines`: mean share in which an engine has no request and is not being updated. `idle/policy`: share
         without a phase of the policy. `idle/environments`: mean share of unused environment slots. `idle/bottleneck`:
-        the smaller of engines and policy.
+        the smaller of engines and policy. Needs at least one engine.
         """
         seconds = self.end - self.start
         updated = _within(self.phases, UPDATED, self.start, self.end)

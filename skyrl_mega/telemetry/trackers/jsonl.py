@@ -30,8 +30,8 @@ class JsonlTracker:
         self._file = self.path.open("a")
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Removes rows after `resumed_step` and a partial row left by a kill, so a resumed run writes the same file as
-        an uninterrupted run."""
+        """Removes rows after `resumed_step` (None: all rows), malformed rows, and a partial row left by a kill, so a
+        resumed run writes the same file as an uninterrupted run."""
         last = -1 if resumed_step is None else resumed_step
         text = self.path.read_text(errors="replace")
         kept = [line for line in text.splitlines(keepends=True) if step_of(line) <= last]
@@ -42,7 +42,7 @@ class JsonlTracker:
         self._file = self.path.open("a")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the row of `step`. Values may be Python, numpy or torch scalars."""
+        """Appends the row of `step`. Values may be Python, numpy or torch scalars. An OSError names the file."""
         with writing(self.path):
             self._file.write(json.dumps({"step": step, **finite(metrics)}, allow_nan=False) + "\n")
             self._file.flush()

@@ -101,7 +101,8 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
 def unused_notes(config: TelemetryConfig) -> list[str]:
     """Returns a note for each non-default option in `telemetry.options` of a tracker not in `telemetry.trackers`.
 
-    Such an option is not an error, because a recipe may contain options of a tracker that the user turns off.
+    Such an option is not an error, because a recipe may contain options of a tracker that the user turns off. The
+    settings must have passed `check`.
     """
     notes = []
     for name in sorted({*config.options} - {*listed_trackers(config), ALWAYS}):

@@ -32,11 +32,12 @@ class Trackers:
         return self._jsonl.path
 
     def start(self, config: Config, resumed_step: int | None) -> None:
-        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl.
+        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl. Does
+        not wait for other trackers; their failures raise nothing.
 
         Args:
             config: The settings; secrets are masked.
-            resumed_step: Last step of the checkpoint; None for a run from the beginning.
+            resumed_step: Last step of the checkpoint; None for a run from the beginning, which removes all rows.
         """
         settings = masked(asdict(config))
         self._jsonl.start(settings, resumed_step)
@@ -44,7 +45,8 @@ class Trackers:
             other.call("start", settings, resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step; metrics.jsonl contains the row when this returns."""
+        """Logs the metrics of a step; metrics.jsonl contains the row when this returns, else OSError is raised. Does not
+        wait for other trackers; their failures raise nothing."""
         self._jsonl.log(step, metrics)
         figures = {name: float(value) for name, value in metrics.items()}
         for other in self._others:
@@ -77,7 +79,7 @@ class Trackers:
 
 
 def open_trackers(config: Config, folder: Path, say: Callable[[str], None]) -> Trackers:
-    """Returns the trackers of a run, not yet started: metrics.jsonl and the configured ones.
+    """Returns the trackers of a run, not yet started: metrics.jsonl, which is created here, and the configured ones.
 
     Args:
         config: Settings of the run, already checked.
