@@ -75,8 +75,13 @@ class Asynchronous:
         trajectories to `step.trajectories` and records metrics of the step.
 
         With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
-        `max_rounds` times a step's groups were dropped. Returns fewer groups than `wanted` after that, and at the end
-        of the data.
+        `max_rounds` times a step's groups were dropped. Returns fewer groups than `wanted`, perhaps none, after that,
+        and at the end of the data.
+
+        Raises:
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            StaleTooFar: A token is older than allowed.
+            Exception: `look` raised it.
         """
         self.steps = step.number - 1
         with step.phase("generate", total=self.wanted) as progress:
@@ -117,6 +122,11 @@ class Asynchronous:
         Args:
             folder: The checkpoint's folder for rollouts.
             done: Number of the last completed step. Groups taken by a later step are saved too.
+
+        Raises:
+            ActorFailed: A rollout worker could not write its turns.
+            ClusterError: The arrays of finished trajectories are lost, or writing took too long.
+            OSError: A file could not be written, also because `folder` does not exist.
         """
         journal.write(
             journal.file_of(folder, "again"), [turn for ticket in self.interrupted for turn in ticket.recorded]
@@ -153,6 +163,9 @@ class Asynchronous:
 
         Args:
             folder: The checkpoint's folder for rollouts.
+
+        Raises:
+            UserError: A file cannot be read.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(saved, tuple):
@@ -251,7 +264,7 @@ class Asynchronous:
 
     def collect(self, wait_s: float) -> None:
         """Moves finished groups of the service to `done`; waits up to `wait_s` seconds for the first. With dynamic
-        sampling groups without a signal go to `left_out` instead."""
+        sampling groups without a signal go to `left_out` instead. Raises ActorFailed as `RolloutService.done` does."""
         for finished in self.service.done(wait_s):
             algorithm = self.config.algorithm
             if not algorithm.dynamic_sampling.enabled or with_signal([finished.group], algorithm):

@@ -96,7 +96,8 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
         """Writes a checkpoint, removes checkpoints beyond the newest `keep`, and returns the new checkpoint's folder.
-        Removes remains of an interrupted save first. An earlier checkpoint of the same step is replaced.
+        Removes remains of an interrupted save first. An earlier checkpoint of the same step is replaced. An error of a
+        part is let out, and no earlier checkpoint is touched then.
 
         Args:
             step: Completed RL steps.
@@ -106,6 +107,7 @@ class Checkpoints:
         Raises:
             DiskFull: The disk's free space is below the size of the last checkpoint.
             FileExistsError: The checkpoint's name is taken by something not written by a run.
+            OSError: A file could not be written, or the run's folder is missing.
         """
         final = self.folder / f"step_{step:06d}"
         partial = final.with_name(final.name + PARTIAL)

@@ -20,6 +20,7 @@ def values(critic: TrainGroup, minis: Sequence[Samples]) -> Tensor:
     """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
 
     Also sends the mini-batches to the critic's ranks, which keep them with these values as the column `OLD`.
+    Raises ActorFailed if a rank fails.
     """
     critic.hold([mini.with_weights_only() for mini in minis])
     return torch.cat(critic.values(OLD))
@@ -31,6 +32,9 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
 
     Returns:
         `critic/…`: means over the optimizer steps; {} if no mini-batch contains a counted token.
+
+    Raises:
+        ActorFailed: A rank failed.
     """
     totals = {mini: float(held["weights"].sum()) for mini, held in enumerate(minis) if held["weights"].any()}
     values_by_name: dict[str, list[float]] = {}

@@ -46,7 +46,7 @@ class GroupSelection:
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
-        """Counts a finished round and keeps its groups that have a signal."""
+        """Counts a finished round and keeps its groups that have a signal. Raises UserError as `with_signal` does."""
         self.rounds += 1
         self.sampled += len(groups)
         self.informative += with_signal(groups, self.algorithm)

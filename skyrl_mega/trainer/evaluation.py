@@ -41,6 +41,7 @@ class Evaluator:
 
         Raises:
             UserError: The environment of every trajectory failed.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts.
         """
         if not self.prompts:
             return {}

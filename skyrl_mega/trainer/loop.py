@@ -45,6 +45,9 @@ def train(run: Run) -> None:
         Stopped: Another signal arrived.
         CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+        ActorFailed, ClusterError: A rank failed, or no engine or rollout worker is left; or arrays were lost.
+        UserError: Too many environments failed.
+        OSError: A file of the run could not be written.
     """
     with polling_for_stop():
         run.evaluate_before_training()
@@ -64,7 +67,7 @@ def take_step(run: Run) -> None:
         GracefulStop: A graceful end was requested before training began, so that the step is abandoned, or during the
             rest of the step, which is complete.
         Stopped: An immediate end was requested.
-        CannotLearn, EngineDiffers: See `train`.
+        CannotLearn, EngineDiffers, ActorFailed, ClusterError, UserError, OSError: See `train`.
     """
     run.shutdown.raise_if_requested()
     step = run.next_step()
@@ -97,6 +100,11 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
 
     The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
     algorithm works on tokens (`needs_tokens`).
+
+    Raises:
+        ActorFailed: A rank failed.
+        WrongRoutes: Routes to replay are missing (`check_routes`).
+        Stopped: An immediate end was requested.
     """
     algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)
@@ -156,7 +164,7 @@ def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
     """Has the ranks compute old log-probs, and the reference's if there is one, and keep them as columns.
 
     A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The policy's pass
-    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`.
+    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`. Raises ActorFailed if a rank fails.
     """
     algorithm = run.config.algorithm
     needed = columns(algorithm)
@@ -192,6 +200,9 @@ def run_optimizer_steps(
         order: Index of the mini-batch of each optimizer step.
         trainable: False for a mini-batch that is only measured.
         importance_means: Divisor of each mini-batch's importance weights.
+
+    Raises:
+        ActorFailed: A rank failed.
     """
     metrics, loss = [], run.config.algorithm.loss
     for index in order:

@@ -64,7 +64,13 @@ class OneStepAhead:
 
     def next_groups(self, step: Step) -> list[Group]:
         """Waits for the step's batch and returns the groups. Also adds the trajectories and metrics to `step`, and
-        starts the next batch unless `asynchrony.max_staleness` is 0 or no step follows."""
+        starts the next batch unless `asynchrony.max_staleness` is 0 or no step follows.
+
+        Raises:
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            StaleTooFar: A token is older than allowed.
+            Exception: `look` raised it.
+        """
         self._drop_before(step.number)
         if step.number not in self.batches:
             self._begin(step.number)
@@ -102,7 +108,12 @@ class OneStepAhead:
         return self.stream.count * self.stream.epochs - int(state["position"]) + len(state.get("returned", []))
 
     def save(self, folder: Path, done: int) -> None:
-        """Saves the complete batches of steps after `done`. An incomplete batch is generated again after a resume."""
+        """Saves the complete batches of steps after `done`. An incomplete batch is generated again after a resume.
+
+        Raises:
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            OSError: A file could not be written, also because `folder` does not exist.
+        """
         rows: list[Trajectory] = []
         saved: list[dict[str, Any]] = []
         stream_state = self.stream.state()
@@ -136,6 +147,9 @@ class OneStepAhead:
         """Restores the batches saved in a checkpoint.
 
         Returns a line about the restored or discarded batches; empty if nothing was saved.
+
+        Raises:
+            UserError: A file cannot be read.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.source.prompts)
         if not isinstance(saved, tuple):

@@ -33,7 +33,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
     On CPUs: spread over the nodes.
 
     Raises:
-        ClusterError: The cluster lacks these resources.
+        ClusterError: The cluster lacks these resources, or does not reserve them in time.
     """
     if device == "cuda":
         planned, engines = plan_placement(config), config.rollout.engines

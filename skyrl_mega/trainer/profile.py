@@ -48,7 +48,8 @@ class Profiler:
         self.zero = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps."""
+        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps. Raises
+        ActorFailed if a policy rank does not start; a failing engine is only missing in the trace."""
         if step not in self.config.steps:
             return
         self.zero = time.time()
@@ -61,6 +62,10 @@ class Profiler:
 
         Returns:
             On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks; else {}.
+
+        Raises:
+            ActorFailed: A policy rank failed, or did not write its part in time.
+            OSError: The trace could not be written.
         """
         if step.number not in self.config.steps or self.generator.spans is None:
             return {}

@@ -25,6 +25,9 @@ class ReferenceModel:
         Args:
             minis: The mini-batches currently on the policy's ranks.
             temperature: Divides the logits.
+
+        Raises:
+            ActorFailed: A rank failed.
         """
         if self.ranks is None:
             self.policy.keep_logprobs(COLUMN, temperature=temperature, reference=True)

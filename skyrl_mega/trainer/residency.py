@@ -93,7 +93,8 @@ class Residency:
         """Frees GPU memory for the restart of an engine inside the `with` block (`Fleet.make_room`).
 
         In phases with whole engines the memory is free already. In any other phase the loop waits for this engine, so
-        the policy's parts may be offloaded. The parts return afterwards, also if the start fails.
+        the policy's parts may be offloaded. The parts return afterwards, also if the start fails. Raises ActorFailed if
+        a rank fails to move its parts.
         """
         on_devices = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
         leaves = on_devices - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices

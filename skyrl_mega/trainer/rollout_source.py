@@ -23,7 +23,8 @@ class RolloutSource:
         self.config, self.prompts, self.stream, self.generator = config, prompts, stream, generator
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Generates and returns the step's groups; adds all trajectories, and metrics of sampling, to `step`.
+        """Generates and returns the step's groups, [] if too few prompts are left; adds all trajectories, and metrics
+        of sampling, to `step`.
 
         With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are dropped and replaced by
         new prompts or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step still short after
@@ -32,6 +33,10 @@ class RolloutSource:
 
         The result depends only on the run's seed, the step's number, the position in the data and the weights. A step
         repeated after a resume is therefore the same.
+
+        Raises:
+            ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
@@ -65,6 +70,9 @@ class RolloutSource:
         """Discards trajectories generated ahead in another mode; the prompts are sampled again first.
 
         Returns a line about the discarded trajectories; empty if nothing was saved.
+
+        Raises:
+            UserError: The saved state cannot be read.
         """
         kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""

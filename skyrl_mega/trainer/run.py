@@ -222,6 +222,7 @@ class Run:
 
         Raises:
             UserError: The environment of every trajectory failed.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts.
         """
         self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
@@ -240,14 +241,15 @@ class Run:
             self.console.step(0, step.metrics)
 
     def sync_engines(self) -> None:
-        """Syncs the weights of the completed steps to the engines, outside of a step's own sync."""
+        """Syncs the weights of the completed steps to the engines, outside of a step's own sync. Raises ActorFailed if
+        a policy rank failed, or no engine could be updated."""
         self.residency.enter("sync")
         self.sync.sync(self.version)
         self.rollouts.synced(self.version)
 
     def resync_restarted_engines(self) -> None:
         """Restores service after all engines failed during a phase: waits for a restarted engine, syncs the weights and
-        re-enters the phase."""
+        re-enters the phase. Raises ActorFailed if none can be restarted, or a policy rank failed."""
         phase = self.residency.phase
         self.sync_engines()
         if phase is not None:
@@ -261,6 +263,7 @@ class Run:
 
         Raises:
             DiskFull: No space is left for the last step's checkpoint.
+            ActorFailed, ClusterError, OSError: See `save`.
         """
         if self.checkpoint_overdue or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
@@ -280,6 +283,9 @@ class Run:
 
         Raises:
             DiskFull: No space is left for the checkpoint.
+            ActorFailed: A rank or a rollout worker failed.
+            ClusterError: Trajectories generated ahead are lost, or writing these took too long.
+            OSError: A file could not be written.
         """
         stream = self.stream_state or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
@@ -294,7 +300,8 @@ class Run:
 
     def save_before_exit(self) -> None:
         """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step. A request
-        for a graceful end does not interrupt the save."""
+        for a graceful end does not interrupt the save. Raises as `save` does, and UserError if all checkpoints are
+        damaged."""
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
             with self.shutdown.finish():

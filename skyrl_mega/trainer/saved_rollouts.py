@@ -59,6 +59,10 @@ def write(folder: Path, config: Config, state: Mapping[str, Any], trajectories: 
         state: Contains `stream`, the position in the data, and `prompts`, indices of prompts taken before this position
             and not yet trained on. Also `named` if groups carry names of future steps (`Discarded`).
         trajectories: The trajectories to write.
+
+    Raises:
+        ClusterError: The trajectories' arrays are lost, or writing took too long.
+        OSError: A file could not be written, also because `folder` does not exist.
     """
     with writing(folder / _STATE), (folder / _STATE).open("w") as opened:
         json.dump({**state, "form": FORMAT, "settings": _settings(config)}, opened)
@@ -73,6 +77,9 @@ def read(
 
     Returns None if nothing was saved. If settings or prompts differ, returns `Discarded` and puts the prompts not yet
     trained on back into the stream.
+
+    Raises:
+        UserError: A file cannot be read, or the stream's data or seed changed (`PromptStream.restore`).
     """
     if not (folder / _STATE).exists():
         return None

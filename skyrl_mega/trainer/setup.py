@@ -62,7 +62,12 @@ from skyrl_mega.weights.sync import WeightSync
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """Starts a run's processes and yields the run, ready for its next step; engines hold the policy's weights. Restores
-    the newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the `with` block."""
+    the newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the `with` block.
+
+    Raises:
+        UserError: Settings, model, data or checkpoints are wrong.
+        ActorFailed, ClusterError: Ray or an actor did not start, failed, or did not answer in time.
+    """
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
@@ -126,7 +131,8 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
     """Starts policy, reference, critic, engines and rollout workers; records the nodes as an event, and prints the
     ranks on each node unless all are on one node without GPUs.
 
-    The rollout workers are None if trajectories run in threads of the driver.
+    The rollout workers are None if trajectories run in threads of the driver. Everything ends with `setup.stack`. For
+    the errors see `open_run`.
     """
     with setup.stages.phase("start engines and policy"):
         placement = reserve_run(setup.config, setup.device)
@@ -154,7 +160,8 @@ def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
 def generator_of(
     config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None, timeline: Timeline | None = None
 ) -> Generator:
-    """Returns a generator on the run's engines.
+    """Returns a generator on the run's engines; the caller closes it by a `with` block. With `asynchrony.mode=full`,
+    its event loop already runs in a thread.
 
     Args:
         config: The settings.
@@ -237,7 +244,8 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
     """Runs the supervised warm-up and, unless `checkpoint.every` is 0, saves a checkpoint, so a resumed run does not
     repeat the warm-up. Prints the last loss.
 
-    A critic without a separate path starts from the policy's weights after the warm-up.
+    A critic without a separate path starts from the policy's weights after the warm-up. Raises UserError for invalid
+    demonstrations, ActorFailed if a rank fails, and as `Run.save` does.
     """
     run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)

@@ -33,6 +33,9 @@ def encode(
         demonstrations: The demonstrations.
         chat: Tokenizer and template.
         environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
+
+    Raises:
+        UserError: The chat template rejects a demonstration or does not write its tool calls, or a text is too long.
     """
     config = environments or EnvironmentConfig()
     names = {d.env_class or config.default_name or "" for d in demonstrations}
@@ -72,6 +75,9 @@ def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progr
 
     Returns:
         The last step's loss in nats per token; NaN with `warmup.steps` 0.
+
+    Raises:
+        ActorFailed: A rank failed.
     """
     settings = config.warmup
     optimizer = config.policy.optimizer

@@ -86,6 +86,10 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
     """Starts policy, reference and critic with weights, and the engines, in parallel.
 
     On shared GPUs the engines start first: vLLM measures the free memory, and no other process may allocate meanwhile.
+
+    Raises:
+        UserError: vLLM rejects the settings, a layout does not fit, or a model's directory is invalid.
+        ActorFailed, ActorTimeout: An actor failed, or did not start in time.
     """
     config = setup.config
     layout, rollout = config.policy.layout, config.rollout
@@ -156,6 +160,7 @@ def spawn_ranks(
 
     Raises:
         UserError: The model cannot be split into the layout.
+        ActorFailed, ActorTimeout: A process died, or did not start in time.
     """
     config = setup.config
     parallel = layout_of(role, layout, ranks)
@@ -214,7 +219,7 @@ def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
 
 def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
     """Connects a role's actors to a process group, builds the model without weights on each, and returns the group as a
-    `TrainGroup`."""
+    `TrainGroup`. On a failure the whole group is ended, and ActorFailed or UserError raised."""
     config, timeout = setup.config, setup.timeout_s
     with setup.stages.stage(role.name, "connect ranks and build the model", len(group)) as waiting:
         host = group.where[0].address
@@ -234,6 +239,10 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
     """Starts the reference model for KL, with weights of `reference.path`, or of the policy's initial model.
 
     Returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
+
+    Raises:
+        UserError: The layout does not fit, or the model's directory is invalid.
+        ActorFailed, ActorTimeout: A rank failed, or did not start in time.
     """
     config = setup.config
     if not config.algorithm.kl.coefficient:
@@ -251,7 +260,13 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
 
 
 def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None:
-    """Starts the critic with the initial weights; returns None if advantages need no critic."""
+    """Starts the critic with the weights of `critic.path`, or of the run's model; returns None if advantages need no
+    critic.
+
+    Raises:
+        UserError: The layout does not fit, or the model's directory is invalid.
+        ActorFailed, ActorTimeout: A rank failed, or did not start in time.
+    """
     config = setup.config
     if not has_critic(config):
         return None

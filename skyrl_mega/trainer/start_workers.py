@@ -19,7 +19,12 @@ from skyrl_mega.trainer.start_actors import Setup
 
 def start_workers(setup: Setup) -> Workers | None:
     """Starts the run's rollout workers, each with its share of `rollout.concurrency` and `environment.workers`. Returns
-    None if `environment.processes` is 0: trajectories then run in threads of the driver."""
+    None if `environment.processes` is 0: trajectories then run in threads of the driver.
+
+    Raises:
+        UserError: The model has no usable tokenizer or chat template, or an environment cannot be imported.
+        ActorFailed, ActorTimeout: A worker failed, or did not start in time.
+    """
     config = setup.config
     count = config.environment.processes
     if not count:

@@ -41,7 +41,7 @@ class Step:
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times the body of the `with` block as metric `time/<name>` in seconds, and yields the progress display. Times
-        of repeated phases add up.
+        of repeated phases add up. A body that raises adds nothing.
 
         Before the phase starts, `prepare` moves model parts. Raises the exception of `raise_if_ending` if the run must
         end.

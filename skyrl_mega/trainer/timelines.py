@@ -29,7 +29,7 @@ class Timelines:
 
     def end(self, step: Step) -> dict[str, float]:
         """Writes the timeline file of a finished step, with the activity recorded since the last call, and returns the
-        metrics `idle/*`: shares of time without work."""
+        metrics `idle/*`: shares of time without work. Raises OSError if the file cannot be written."""
         timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / step_timeline.file_name(step.number)

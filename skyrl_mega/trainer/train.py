@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 def train(config: Config, folder: Path, console: Console) -> None:
     """Runs the training that `config` describes and writes all results to `folder`. Expects checked inputs.
 
-    The run itself survives engine failures. After any other fault everything is torn down and restarted from the newest
-    checkpoint, at most `run.restarts` times. Before the first completed step only a lost node leads to a restart: any
-    other early fault would repeat.
+    The run itself survives engine failures. After any other ActorFailed or ClusterError everything is torn down and
+    restarted from the newest checkpoint, at most `run.restarts` times. Before the first completed step only a lost node
+    leads to a restart: any other early fault would repeat. Missing nodes and all other errors never lead to a restart.
 
     Raises:
         UserError: A fault of the inputs appeared only after reading data and model.
         ActorFailed, ClusterError: An actor died, raised or did not answer, or missing nodes did not join. Names the
             root cause.
         Stopped: A signal arrived.
+        CannotLearn, EngineDiffers, OSError: See `loop.train`.
     """
     from skyrl_mega.cluster.atomic_output import refuse_folder
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, fault_event
@@ -63,7 +64,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 def finish(run: Run) -> None:
     """Runs the remaining steps, exports the model to `<run folder>/model` with `checkpoint.export`, writes the report
-    page and prints the summary. An engine failure during the export is only printed."""
+    page and prints the summary. An engine failure during the export is only printed; for other errors see
+    `loop.train`."""
     from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop

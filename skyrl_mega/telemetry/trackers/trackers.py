@@ -32,8 +32,8 @@ class Trackers:
         return self._jsonl.path
 
     def start(self, config: Config, resumed_step: int | None) -> None:
-        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl. Does
-        not wait for other trackers; their failures raise nothing.
+        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl.
+        Does not wait for other trackers; their failures raise nothing.
 
         Args:
             config: The settings; secrets are masked.
@@ -45,8 +45,8 @@ class Trackers:
             other.call("start", settings, resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step; metrics.jsonl contains the row when this returns, else OSError is raised. Does not
-        wait for other trackers; their failures raise nothing."""
+        """Logs the metrics of a step; metrics.jsonl contains the row when this returns, else OSError is raised. Does
+        not wait for other trackers; their failures raise nothing."""
         self._jsonl.log(step, metrics)
         figures = {name: float(value) for name, value in metrics.items()}
         for other in self._others:
