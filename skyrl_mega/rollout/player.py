@@ -25,7 +25,7 @@ class Player(Protocol):
 
         Args:
             prompt: The prompt.
-            sample: Number of the sample.
+            sample: Number of the sample within the prompt, from 0.
             name: Unique name; the source of the requests' names and random stream.
             start: See `Gate`; ignored unless all environments are open at once.
 

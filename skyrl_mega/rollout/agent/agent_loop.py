@@ -165,7 +165,7 @@ class Agent:
 
         Args:
             prompt: The prompt.
-            sample: Number of the sample.
+            sample: Number of the sample within the prompt, from 0.
             name: Unique name; the source of the requests' names and random stream.
             start: Awaited between opening the environment and the first turn.
 
@@ -222,7 +222,7 @@ class Agent:
 
         Args:
             prompt: The prompt.
-            sample: Number of the sample.
+            sample: Number of the sample within the prompt, from 0.
             fault: Description of the fault, stored in the trajectory.
         """
         t = new_trajectory(prompt, sample)

@@ -178,8 +178,8 @@ class Renderer:
         most: int | None = None,
     ) -> Sequence[int] | None:
         """Returns the tokens of a prompt of the data, as `render` does, or None if the prompt has more than `most`
-        tokens, or more than any sequence may have. The result is cached within `KEPT_TOKENS`, so that `render` of the
-        same messages and tools is free.
+        tokens, or a text so long that it surely has more than a sequence may have. The result is cached within
+        `KEPT_TOKENS`, so that `render` of the same messages and tools is free.
 
         Args:
             messages: The prompt.

@@ -115,7 +115,8 @@ class Workers(SupervisedGroup):
 
     def explain(self, trajectory: CrashHistory) -> None:
         """Returns the restarts spent on the crashes of a failed trajectory to the budget, except for every
-        `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before."""
+        `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before, unless all are given up, or after
+        `close`."""
         with self._lock:
             self._refund(trajectory.workers)
             given_up = self.ranks(State.GIVEN_UP)
