@@ -137,7 +137,7 @@ def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
 
     Raises:
         UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, an option
-            does not exist, or a reward function cannot be called.
+            does not exist or has an invalid value, or a reward function cannot be called.
     """
     for name in (*config.classes, *used, *filter(None, [config.default_name])):
         if issubclass(resolve(name, config), reward_function.RewardFunctionEnv):
@@ -249,7 +249,7 @@ def has_tools(name: str, config: EnvironmentConfig) -> bool:
     """Returns True if the environment is a `ToolEnv`: its policy calls tools in the format of the model's template.
 
     Raises:
-        UserError: The name is unknown, or the class's `tools` are not tools.
+        UserError: The name is unknown, the import fails, or the class's `tools` are not tools.
     """
     tools(name, config)
     return calls_tools(resolve(name, config))
@@ -260,7 +260,7 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
     row.
 
     Raises:
-        UserError: The name is unknown, or the class's `tools` are not tools.
+        UserError: The name is unknown, the import fails, or the class's `tools` are not tools.
     """
     try:
         return definitions(resolve(name, config))

@@ -117,7 +117,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     mapping.
 
     Raises:
-        Malformed: `tool_calls` is not a list of calls, as a list or as JSON text.
+        Malformed: `tool_calls` is not a list of calls, as a list or as JSON text, or arguments are no JSON object.
     """
     calls = message.get("tool_calls") or []
     if isinstance(calls, str):

@@ -23,8 +23,8 @@ class AdditionEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns the reason why a ground truth cannot earn the reward: surrounding white space, since answers are
-        stripped. None if valid."""
+        """Returns the reason why a ground truth cannot earn the reward: it is no text or number, is written as 18.0, or
+        has surrounding white space, since answers are stripped. None if valid."""
         around = str(truth) != str(truth).strip()
         return wrong_spelling(truth) or ("it has space around it; allowed is the answer alone" if around else None)
 

@@ -12,7 +12,8 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def strict_answer(text: str) -> str | None:
-    """Returns the number after the first `#### `, without thousands separators; None for another format.
+    """Returns the number after the first `#### ` with a number, without commas but with a full stop behind it; None for
+    another format.
 
     Only the first number counts, so a policy cannot list guesses; the strict grading of SkyRL and verl does the same.
     """

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows, each with a seed of the environment. The seeds of the
-    two files are disjoint."""
+    two files are disjoint. Deterministic in `args.seed`."""
     seeds = np.random.default_rng(args.seed).permutation(args.train + args.test).tolist()
     return {
         "train.parquet": _rows(seeds[: args.train], "train", args.prompt),

@@ -42,7 +42,7 @@ class GymEnv(BaseTextEnv):
         """Creates and resets an environment with these options, to detect errors before the run.
 
         Raises:
-            UserError: gymnasium cannot create the environment, or its observations are not text.
+            UserError: gymnasium is missing or cannot create the environment, or its observations are not text.
         """
         env = _make(options)
         try:

@@ -161,14 +161,14 @@ class MathWorker:
         """Starts the process unless already running.
 
         Raises:
-            TimeoutError: The process does not start and must be killed.
+            TimeoutError: The process does not start within `START_S` seconds and must be killed.
             OSError: The process died.
         """
         if self.process is None or self.process.poll() is not None:
             self._start()
 
     def ask(self, gold: str, answer: str, seconds: float) -> bool | str | None:
-        """Compares two answers by algebra.
+        """Compares two answers by algebra. `ready` comes first.
 
         Args:
             gold: The right answer in LaTeX.

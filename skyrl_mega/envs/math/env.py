@@ -55,7 +55,7 @@ class MathEnv(BaseTextEnv):
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Keeps the question, since an expression copied from the question is no answer; returns the prompt
-        unchanged."""
+        unchanged, and {}."""
         self.question = next((m["content"] for m in reversed(prompt) if m["role"] == "user"), "")
         return super().init(prompt)
 

@@ -127,7 +127,7 @@ class Sandbox:
         Args:
             options: `environment.options.<name>.sandbox`.
             key: Name of the setting, for errors.
-            default: Limits used for missing settings.
+            default: Limits used for missing settings; None: `CommandLimits()`.
 
         Raises:
             UserError: A setting does not exist, or a value is not allowed.
@@ -145,6 +145,7 @@ class Sandbox:
         Raises:
             UserError: A required confinement is missing, the interpreter is unreachable inside, or the limits are too
                 small.
+            InfrastructureFault: The trial of the confinements does not start.
         """
         missing = [
             name for name in CONFINEMENTS if name not in confinements(self.disabled) and name not in self.without
@@ -229,6 +230,9 @@ def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
 
     Args:
         disabled: Mechanisms not to use, for tests.
+
+    Raises:
+        InfrastructureFault: The trial does not start.
     """
     box = Sandbox(without=tuple(CONFINEMENTS), disabled=disabled)
     return {name: list(mechanisms) for name, mechanisms in box.run([]).active.items()}
