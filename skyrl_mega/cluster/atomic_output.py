@@ -40,8 +40,8 @@ def atomic_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[
 
 
 def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
-    """Raises Occupied if `atomic_file` must not replace the path: something exists there and `ours` returns False. See
-    `atomic_file` for the arguments."""
+    """Raises Occupied if `atomic_file` must not replace the path: something exists there, and is no file, or `ours`
+    returns False. See `atomic_file` for the arguments."""
     target = Path(os.path.realpath(file))
     if os.path.lexists(target) and not (target.is_file() and ours(target)):
         raise Occupied(

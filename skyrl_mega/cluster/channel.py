@@ -186,7 +186,8 @@ def polling_for_stop() -> Iterator[None]:
 
 @contextmanager
 def removed_after_crash(path: Path) -> Iterator[None]:
-    """Makes the supervisor remove the file or folder if this process dies inside the block."""
+    """Makes the supervisor remove the file or folder if this process dies inside the block. After the block, the path
+    is left as it is."""
     if _channel is not None:
         _channel.record_path("+", path)
     try:

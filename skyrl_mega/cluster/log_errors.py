@@ -16,7 +16,7 @@ ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 def with_cause(text: str, log: str | None) -> str:
     """Returns the text of a failure. If it only points to a log ("root cause"), the pointer is replaced by the last
-    error in the log.
+    error in the log, if there is one.
 
     Args:
         text: A single line about the failure.

@@ -133,7 +133,7 @@ class Allocation:
         return sorted(file.name for file in (self.folder / state).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
-        """Writes a text to a file of the shared folder atomically."""
+        """Writes a text to a file of the shared folder atomically; `file` is the path inside this folder."""
         partial = self.folder / f".{self.node}.partial"
         partial.write_text(text)
         partial.rename(self.folder / file)
