@@ -23,7 +23,7 @@ def read(path: Path) -> list[dict[str, float | None]]:
     """Returns the rows of a metrics.jsonl in order, without a partial last row, which a kill may leave.
 
     Raises:
-        UserError: The file cannot be read or a row is malformed; the message gives row and reason.
+        UserError: The file is missing or unreadable, or a row is malformed; the message gives row and reason.
     """
     rows: list[dict[str, float | None]] = []
     try:

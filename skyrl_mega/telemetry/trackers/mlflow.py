@@ -52,7 +52,7 @@ class MlflowTracker:
         """Checks the packages and the address of the store.
 
         Raises:
-            UserError: A package is missing, or MLflow does not support the store.
+            UserError: A package or the token for Databricks is missing, or MLflow does not support the store.
         """
         uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
         scheme = "databricks" if uri == "databricks" else urlsplit(uri).scheme.partition("+")[0]
@@ -88,7 +88,8 @@ class MlflowTracker:
         """True after a failed attempt to store a file was reported."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Creates an MLflow run, or continues the run of the resumed checkpoint; returns a line with id and store."""
+        """Creates an MLflow run, or continues the run of the resumed checkpoint; returns a line with id and store.
+        Errors of MLflow are let out; a repeated call continues the same run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
@@ -110,7 +111,8 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends all metrics of a step in one call, which the store accepts or rejects as a whole.
 
-        Skips a step already sent, such as a step repeated after a resume.
+        Skips a step already sent, such as a step repeated after a resume. Errors of MLflow are let out; the step may
+        then be sent again.
         """
         from mlflow.entities import Metric
 

@@ -101,7 +101,8 @@ class WandbTracker:
         return place + self._sent.skipped_text(resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs a row of the history, with the step's trajectories as a table; skips a step already sent."""
+        """Logs a row of the history, with the step's trajectories as a table; skips a step already sent. Errors of
+        wandb are let out; the step may then be sent again."""
         import wandb
 
         row: dict[str, Any] = dict(metrics)
