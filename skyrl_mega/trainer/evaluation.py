@@ -74,7 +74,8 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
 
     Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
     present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples:
-    `eval/<source>/of/<name>`.
+    `eval/<source>/of/<name>`. A prompt without a judged sample does not count in mean and pass@n; a source without any
+    lacks both.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)

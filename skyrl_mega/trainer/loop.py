@@ -192,7 +192,8 @@ def run_optimizer_steps(
     trainable: Sequence[bool],
     importance_means: Sequence[float],
 ) -> list[dict[str, float]]:
-    """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each.
+    """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each, as the ranks give
+    them: weighted like the loss, and means only after `update_metrics`.
 
     Args:
         run, step: The run, and the step that counts the work.

@@ -30,7 +30,7 @@ class Reservations:
 
 def reserve_run(config: Config, device: str) -> Reservations:
     """Reserves places for all actors. On GPUs: whole nodes of consecutive policy ranks, and each engine within a node.
-    On CPUs: spread over the nodes.
+    On CPUs: spread over the nodes; with a single node nothing is reserved (None).
 
     Raises:
         ClusterError: The cluster lacks these resources, or does not reserve them in time.

@@ -233,7 +233,7 @@ class Run:
 
     def evaluate_before_training(self) -> None:
         """Evaluates the initial policy, the baseline for all later evaluations, and writes the scores as step 0. Does
-        nothing after step 0, or without `evaluation.before`."""
+        nothing after step 0, or without `evaluation.before`. Raises as `evaluate` does."""
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console, prepare=self.residency.enter)
             self.evaluate(step)
@@ -360,8 +360,8 @@ def _text(trajectory: Trajectory) -> TrajectoryText:
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns the metrics of a step's trajectories, at least one: `reward/*` and `environment/of/*` without
-    trajectories whose environment failed, `rollout/*` (lengths in tokens, shares), and the mean wait for an environment
-    slot."""
+    trajectories whose environment failed (left out if all did), `rollout/*` (lengths in tokens, shares), and the mean
+    wait for an environment slot."""
     lengths = np.array([t.response_length for t in trajectories])
     judged = [t for t in trajectories if not t.status.failed]
     rewards = np.array([t.reward for t in judged])

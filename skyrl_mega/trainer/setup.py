@@ -149,7 +149,8 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
-    """Returns a context manager that starts or joins Ray with enough resources for the run's actors."""
+    """Returns a context manager that starts or joins Ray with enough resources for the run's actors, and raises the
+    errors of `ray_session.session`."""
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
     actors = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
@@ -224,7 +225,8 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:
-    """Returns the stream of indices of training prompts, from the start of the data.
+    """Returns the stream of indices of training prompts, from the start of the data. Reads the data files, for a
+    fingerprint.
 
     Args:
         config: The settings: batch, seed, shuffling, epochs and data files.

@@ -133,7 +133,8 @@ def _layers(metrics: Row) -> list[str]:
 
 def past_threshold(config: Config, kind: str, metrics: Row) -> Iterator[str]:
     """Yields a phrase for each of the two log-prob differences (mean, 99th percentile) at or above the threshold of
-    `kind` (`alarm` or `stop`). NaN and infinity exceed any threshold that is not disabled."""
+    `kind` (`alarm` or `stop`). NaN and infinity exceed any threshold that is not disabled; a difference missing in
+    `metrics` exceeds none."""
     for of, name in NAMES.items():
         value, limit = metric_of(metrics, name), threshold(config, kind, of)
         if value is not None and value >= limit and limit < math.inf:

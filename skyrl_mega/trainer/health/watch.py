@@ -63,7 +63,8 @@ class Health:
 
     def remember(self, rows: Iterable[Row]) -> None:
         """Takes over the metrics of earlier steps from rows of metrics.jsonl, so that a resumed run continues the
-        counts. A run that ended for lack of patience starts with full patience again. Rows of step 0 are skipped."""
+        counts. The rows are in order of steps; rows of step 0 are skipped. A run that ended for lack of patience starts
+        with full patience again."""
         for row in rows:
             if row.get("step"):
                 self._remember_row(row)
@@ -95,7 +96,7 @@ class Health:
 
     def end_if_stuck(self, number: int) -> None:
         """Raises an error, which ends the run, if nothing was learned for `run.patience` steps with
-        `run.patience_groups` groups. `check` did the counting.
+        `run.patience_groups` groups; never without `run.patience`. `check` did the counting.
 
         Raises:
             CannotLearn: Gives the reasons.
