@@ -51,9 +51,9 @@ def build(
         passage_prefix: Prefix of each passage to embed.
         dtype: Data type of the embedding model.
         faiss: FAISS's description of the dense index.
-        limit: Maximum number of passages, from the beginning of the corpus.
-        device: Device of the embedding model.
-        threads: CPU threads of the embedding model.
+        limit: Maximum number of passages, from the beginning of the corpus; None takes all.
+        device: Device of the embedding model: `auto`, `cpu` or `cuda`.
+        threads: CPU threads of the embedding model; None keeps torch's default.
         say: Receives lines about the progress.
 
     Returns:

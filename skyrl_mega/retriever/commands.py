@@ -58,7 +58,7 @@ def build_index(arguments: Sequence[str], output: Path, say: Callable[[str], Non
         say: Receives lines about the progress.
 
     Raises:
-        UserError: An option, the corpus or the model is invalid.
+        UserError: An option, the corpus or the model is invalid, or `output` holds something else.
     """
     args = parser().parse_args(["build", *arguments, "--output", str(output)])
     return _build(args, say)

@@ -39,8 +39,9 @@ def running_service(
     """Starts a retrieval service if `retriever.index` is set, and yields the settings with `retriever.url` filled in.
 
     Without an index, or with a URL, yields the unchanged settings and starts nothing. With `retriever.build`, the index
-    is built first if it is not up to date. The service ends with this block, and also if this
-    process is killed: the service reads a pipe held by this process alone.
+    is built first if it is not up to date. The service ends with this block, and also if this process is killed: the
+    service reads a pipe held by this process alone. Inside the block, this process's environment variable
+    `retriever.token_variable` holds the service's token, a new one unless it was set.
 
     Args:
         config: Settings of environments.
