@@ -76,7 +76,8 @@ class Batcher:
         return list(await asyncio.gather(*(entry.answer for entry in pending)))
 
     async def run(self) -> None:
-        """Answers queued queries until cancelled; an error of `search` goes to the callers of `ask`."""
+        """Answers queued queries until cancelled; an error of `search` goes to the callers of `ask`. Cannot run
+        twice."""
         try:
             while True:
                 await self._answer(await self._gather())

@@ -38,7 +38,7 @@ class Call:
 
     def run(self) -> tuple[Any, BaseException | None]:
         """Runs the function in this thread and returns (value, None), or (None, exception). Never raises: `sys.exit`
-        must end the call only, not the program."""
+        must end the call only, not the program. After `give_up`, also runs `late`; its error is only logged."""
         value, error = None, None
         self.start = time.perf_counter()
         self._clock.run_here()

@@ -114,7 +114,8 @@ def nothing_parsed(view: StepView) -> Finding | None:
 
 def duplicated_samples(view: StepView) -> Finding | None:
     """Returns a finding if the samples of every prompt are identical, so that there is nothing to compare. The step
-    must have many groups, or this must last several steps."""
+    must have many groups, or this must last several steps. None otherwise, and always if advantages do not compare the
+    samples of a prompt."""
     if not view.config.algorithm.advantage_traits.compares or not _none_differ(view, "rollout/answers_differ"):
         return None
     return Finding(
@@ -214,7 +215,8 @@ def nothing_sampled(view: StepView) -> Finding | None:
 
 
 def stop_string_never_comes(view: StepView) -> Finding | None:
-    """Returns a finding if no turn contains a string of `rollout.sampling.stop`, in many turns or for several steps."""
+    """Returns a finding if no turn contains a string of `rollout.sampling.stop`, in many turns or for several steps;
+    None without such strings."""
     steps = view.steps_with_value("rollout/stop_strings", 0.0)
     if not steps or (len(view.turns) < MANY_GROUPS and steps < LONG_STEPS):
         return None
