@@ -99,12 +99,8 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     backward pass.
 
     The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
-    algorithm works on tokens (`needs_tokens`).
-
-    Raises:
-        ActorFailed: A rank failed.
-        WrongRoutes: Routes to replay are missing (`check_routes`).
-        Stopped: An immediate end was requested.
+    algorithm works on tokens (`needs_tokens`). Raises ActorFailed if a rank fails, WrongRoutes if routes to replay are
+    missing, and Stopped if the run must end.
     """
     algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)

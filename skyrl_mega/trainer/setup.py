@@ -61,13 +61,8 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """Starts a run's processes and yields the run, ready for its next step; engines hold the policy's weights. Restores
-    the newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the `with` block.
-
-    Raises:
-        UserError: Settings, model, data or checkpoints are wrong.
-        ActorFailed, ClusterError: Ray or an actor did not start, failed, or did not answer in time.
-    """
+    """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines, and
+    yields the run. Ends all with the block. Raises UserError, ActorFailed or ClusterError if a part does not start."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
