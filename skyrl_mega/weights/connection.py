@@ -60,7 +60,12 @@ class Connection:
         there for all processes and later runs.
 
         Args:
-            expected: The plan of these inputs, if known; a cached file with another plan is replaced.
+            expected: The plan of these inputs, if known; a cached file with another plan is replaced. None: the cached
+                file counts.
+
+        Raises:
+            UserError: The model cannot be split into a layout.
+            OSError: A cached file with another plan cannot be removed. A plan that cannot be written is only logged.
         """
         folder = Path(self.plans)
         if expected is None:
@@ -71,10 +76,12 @@ class Connection:
         """Joins the process group as policy rank `source`, or as engine worker `target` (counted over the participating
         engines), and returns the exchange for this process. Exactly one of the two is set.
 
-        Returns after all processes joined.
+        Returns after all processes joined, `timeout_s` at most. `device` is the device of this process's parameters.
 
         Raises:
-            TransportError: A process did not join; names the missing ranks.
+            TransportError: A process did not join in time, or the group was called off; names the missing ranks or the
+                cause.
+            UserError: The model cannot be split into a layout.
         """
         inputs = self.plan_inputs
         ranks = len(inputs.sources)

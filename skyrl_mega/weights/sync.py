@@ -106,13 +106,17 @@ class WeightSync:
         `version`. Connects policy and engines first if the running engines have changed.
 
         A dead or stalled engine is retired and restarted; the other engines are updated and the run continues. Engines
-        restarted since the last sync take part in this sync.
+        restarted since the last sync take part in this sync. If no engine runs, waits for a restart first.
+
+        Args:
+            version: Number of the weights, reported with every completion.
 
         Returns:
-            Metrics: `time/sync/*` in seconds and `sync/*`.
+            Metrics of the successful transfer: `time/sync/*` in seconds and `sync/*`.
 
         Raises:
             ActorFailed: A policy rank failed, or no engine could be updated; carries the root cause.
+            UserError: A process rejected the settings.
         """
         blameless = 0
         while True:
@@ -228,13 +232,13 @@ class WeightSync:
         }
 
     def check(self) -> list[WeightComparison]:
-        """Sends the policy's weights again to the connected engines, compares them there with the weights in use, and
-        returns a comparison per engine worker.
+        """Sends the policy's weights again to the engines of the last `sync`, which must have succeeded; compares them
+        there with the weights in use, and returns a comparison per engine worker.
 
         Changes no engine weights; a difference raises nothing. Every worker needs memory for a layer's weights.
 
         Raises:
-            ActorFailed: A process failed; carries the root cause.
+            ActorFailed: A policy rank or an engine failed; carries the root cause. No engine is retired or restarted.
         """
         limit = self.config.weights.timeout_s + MARGIN_S
         sends = self.policy.submit_all("send_weights", True)

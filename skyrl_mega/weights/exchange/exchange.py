@@ -50,7 +50,8 @@ class Staging:
 
     def reserve(self, size: int, count: int, shared: bool = False) -> None:
         """Requests at least `count` buffers of at least `size` bytes, in memory that processes on the same device can
-        read if `shared`. Allocates nothing.
+        read if `shared`. Allocates nothing. Of several requests the largest of each number counts, and one `shared`
+        shares all buffers.
 
         Raises:
             RuntimeError: The buffers are already allocated.
@@ -189,18 +190,22 @@ class Exchange:
         bytes. A collective: all processes of the plan call it.
 
         Args:
-            source: This process's parameters by local name. Views from the first run are reused while types, shapes
-                and strides stay the same, at any address.
-            target: Likewise. Parameters are looked up when parts arrive and are not held in between, so the mapping
-                may create a parameter then, and `loaded` may free the memory. Scales may be absent.
+            source: This process's parameters by local name. Views from the first run are reused while types, shapes and
+                strides stay the same, at any address.
+            target: Likewise. Parameters are looked up when parts arrive and are not held in between, so the mapping may
+                create a parameter then, and `loaded` may free the memory. Scales may be absent.
             checksums: True to verify every part after arrival; the same in all processes.
             loaded: Called with a target parameter's name after the last part is written. On a GPU the copies are then
                 queued on the current stream, free for use by the callback.
 
         Raises:
             TransportError: A peer left, or did not answer within the transport's timeout for the whole run; names peer
-                and tensor. After this or any other error the transport is closed.
+                and tensor. After this or any other error the exchange is closed, and targets may be written in part.
             ChecksumError: A part differs from the data packed by the sender; names tensor, box and both processes.
+                Raised at the end, when `loaded` has already been called.
+            KeyError: `source` lacks a parameter to send.
+            ValueError: `target` lacks a parameter to receive, or a tensor is FP8 at one end only and the wire cannot
+                convert.
         """
         source_params, target_params = source or {}, target or {}
         run = self._begin(source_params, target_params, loaded or (lambda name: None), checksums=checksums)
@@ -307,7 +312,10 @@ def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, 
         source: Layout of the senders.
         sources: Parameters by local name, for each rank of `source`.
         target: Layout of the receivers.
-        targets: Parameters by local name, for each rank of `target`; filled in place.
+        targets: Parameters by local name, for each rank of `target`; filled in place, converted to their types.
+
+    Raises:
+        ValueError: A layout lacks a part of the plan; names the tensor.
     """
     with torch.no_grad():
         for route in plan.routes:

@@ -104,7 +104,7 @@ class ExchangeRun:
 
         Args:
             bucket: The bucket.
-            flat: Memory of the bucket, uint8.
+            flat: Memory of the bucket, uint8 [`bucket.size(with_checksums)`]; overwritten.
         """
         self.under_way = bucket.what
         with self.report.timed("pack_s"):
@@ -118,11 +118,12 @@ class ExchangeRun:
                 _trailer(bucket, flat).copy_(views.checksums(params, flat))
 
     def load(self, bucket: RankBucket, flat: Tensor, *, local: bool) -> None:
-        """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent.
+        """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent. A
+        difference raises nothing here, but in `verify`. Calls `loaded` for each parameter that is now complete.
 
         Args:
             bucket: The bucket.
-            flat: Content of the bucket, uint8.
+            flat: Content of the bucket, uint8 [`bucket.size(with_checksums)`].
             local: True if the bytes stayed on the device; the report counts these separately.
         """
         self.under_way = bucket.what
@@ -202,7 +203,7 @@ class Member:
 
     def run_steps(self) -> None:
         """Executes all steps of this process: packs, sends, receives, forwards and loads buckets, and on a GPU waits
-        for the end of all copies.
+        for the end of all copies. Checksums are computed, but judged only by `ExchangeRun.verify`.
 
         Raises:
             TransportError: A peer left, or did not answer in time.

@@ -159,7 +159,8 @@ class BucketViews:
     def checksums(self, params: Sequence[Tensor], flat: Tensor) -> Tensor:
         """Returns a checksum of every part as sent on the wire, int64 [views], in one launch on a GPU.
 
-        The checksum covers the parameter's bytes, or the bucket's bytes if the parameter's type differs.
+        The checksum covers the parameter's bytes, or the bucket's bytes if the parameter's type differs. Parameters and
+        bucket `flat` must hold the same data already: after packing, or after unpacking.
         """
         assert self._summed is not None  # a bucket is never empty
         return self._summed.checksums([*params, flat] if self._separate_views else params)

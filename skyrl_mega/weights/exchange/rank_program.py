@@ -122,6 +122,7 @@ def rank_program(
 
     A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order. `owners` is
     the result of `ipc.device_owners`; `source_base` and `target_base` are the process numbers of source and target 0.
+    All arguments but `role` must be the same in every process, or messages do not match.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]

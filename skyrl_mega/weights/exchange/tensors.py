@@ -35,12 +35,13 @@ class BucketViewCache:
         self._cache: dict[int, tuple[BucketViews, list[Form]]] = {}
 
     def of(self, bucket: RankBucket, param: Param) -> tuple[BucketViews, list[Tensor]]:
-        """Returns a bucket's views and the parameters that the views refer to, in the views' order. The views are
-        cached as long as the parameters' types, shapes, strides and devices stay the same.
+        """Returns a bucket's views and the parameters that the views refer to, each once, in the order of
+        `BucketViews.names`. The views are cached as long as the parameters' types, shapes, strides and devices stay the
+        same.
 
         Args:
             bucket: The bucket.
-            param: Returns the present parameter of a local name.
+            param: Returns the present parameter of a local name; called in every call, and its errors are passed on.
 
         Raises:
             ValueError: A tensor is FP8 at one end only, and the layout lacks scales, or the wire is not FP8.

@@ -58,7 +58,8 @@ def quantised(names: Iterable[str]) -> frozenset[str]:
 
 
 def with_scales(layout: Layout, names: frozenset[str]) -> Layout:
-    """Returns the layout with the scales of the tensors `names` added.
+    """Returns a new layout: the scales of the tensors `names`, then all tensors of `layout`. Names not in the layout
+    are ignored.
 
     A piece gets the scales of all touched blocks, in a local tensor called like the piece's with `_scale_inv`. If a
     piece begins inside a block or not on a block of the local tensor (never in an engine serving FP8), the scales of

@@ -108,8 +108,9 @@ class Scales:
 
 
 def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
-    """Returns tensor name → indices [blocks, 2] of the FP8 blocks of which several different pieces hold a part, so
-    that ranks must agree on their scales. Tensors without such a block are left out.
+    """Returns tensor name → indices [blocks, 2] (block row, block column) of the FP8 blocks of which several different
+    pieces hold a part, so that ranks must agree on their scales. Equal pieces on several ranks count as one. Tensors
+    without such a block are left out.
 
     Args:
         layout: The layout of the weights.

@@ -184,9 +184,9 @@ def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> 
     """Assigns every item of every line to a rank of the line, minimising the busiest link's load.
 
     Args:
-        options: By line, the eligible ranks.
+        options: By line, the eligible ranks, at least one.
         weights: By line, the bytes of the items, in order; a rank gets runs of items.
-        link: By rank, the link carrying the bytes; ranks of the same link are loaded evenly too.
+        link: By rank number, the link carrying the bytes; ranks of the same link are loaded evenly too.
 
     Returns:
         By line, the rank of each item.
@@ -225,7 +225,7 @@ def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> 
 
 def fill(load: Ints, amount: int) -> Ints:
     """Returns what to add to each entry of `load`, `amount` in sum: the lowest entries are raised to a common level.
-    Exact, in whole numbers; `load` is unchanged."""
+    Exact, in whole numbers; `load`, of at least one entry, is unchanged."""
     order = np.argsort(load, kind="stable")
     ordered = load[order]
     count = np.arange(1, len(load) + 1)

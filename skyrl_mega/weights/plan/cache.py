@@ -34,7 +34,7 @@ def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str
     """Returns the plan for `key`: read from a file in `folder`, or computed by `make` and written there.
 
     A damaged file, or a file of another version, key or digest, is logged and replaced. An unwritable folder is logged
-    too.
+    too, and the plan is returned all the same. Errors of `make` are passed on.
 
     Args:
         folder: Folder of cached plans; created if missing.

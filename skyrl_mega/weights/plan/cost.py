@@ -155,7 +155,7 @@ def imbalance(carried: Ints) -> float:
 
 def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     """Returns a lower bound, in seconds, of the transfer time of any plan for this demand over these links, all working
-    at once.
+    at once. Copies within a device count as free.
 
     - A node must receive once everything wanted but not held by the node's ranks, over the wanting ranks' NICs; data
       for only some NICs must fit through these.

@@ -48,8 +48,8 @@ class Endpoints:
     """Devices of policy ranks and engine workers."""
 
     def only(self, engines: Sequence[int], workers: int) -> Endpoints:
-        """Returns the endpoints with only the engines of these numbers, of `workers` workers each, in the given order;
-        devices stay the same."""
+        """Returns new endpoints with only the engines of these numbers, of `workers` workers each, in the given order;
+        each worker keeps its device and its shard."""
         targets = [engine * workers + worker for engine in engines for worker in range(workers)]
         return replace(
             self,

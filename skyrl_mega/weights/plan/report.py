@@ -33,7 +33,7 @@ def identity(plan: Plan, wire: str) -> dict[str, Any]:
 
 
 def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -> dict[str, Any]:
-    """Returns all values of the plan's report: bytes and seconds, with lists by rank, NIC, device and node.
+    """Returns all values of the plan's report, as in JSON: bytes and seconds, with lists by rank, NIC, device and node.
 
     Args:
         plan: The plan.
@@ -75,7 +75,8 @@ def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -
 
 
 def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
-    """Returns the plan's report as a readable table: every node, the ranks in sum, totals and times.
+    """Returns the plan's report as a readable table of several lines: the first `MAX_NODES` nodes, the ranks in sum,
+    totals and times.
 
     Args:
         plan: The plan.

@@ -81,7 +81,8 @@ class SyncInputs:
         return architecture(self.hf).describe(self.hf).float32_tensors
 
     def endpoints(self) -> tuple[Endpoints, Wire]:
-        """Returns both ends of the sync, scales included, and the types on the wire.
+        """Returns both ends of the sync between the policy and the engines `members`, and the types on the wire. With
+        `fp8` both layouts contain the scales.
 
         Raises:
             UserError: The model cannot be split into a layout.
@@ -96,7 +97,8 @@ class SyncInputs:
         return Endpoints(ends.parallel, policy, engines, ends.topology), wire
 
     def plan(self) -> Plan:
-        """Computes the transfer plan from policy to engines; takes seconds for a large model (`cache.cached_plan`).
+        """Computes the transfer plan from the policy to the engines `members`; takes seconds for a large model, and
+        caches nothing (`cache.cached_plan` does).
 
         Raises:
             UserError: The model cannot be split into a layout.
@@ -106,7 +108,7 @@ class SyncInputs:
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """Computes the plan of a sync with all engines.
+    """Computes the plan of a sync with all engines. Caches nothing.
 
     Args:
         config: The settings.

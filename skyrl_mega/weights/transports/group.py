@@ -125,7 +125,10 @@ class Transport:
             prepare: Called before the send starts, to fill the send tensor; may wait for earlier messages.
 
         Returns:
-            A ticket of each message for `wait`; None without a message.
+            Tickets for `wait`, each to be waited for once: (of `receive`, of `send`); None without a message.
+
+        Raises:
+            TransportError: A message cannot start because the peer is gone; the group is then left.
         """
         if not self.on_streams:
             incoming = self._start("recv", receive, tag)
@@ -155,14 +158,16 @@ class Transport:
         return self._tickets
 
     def wait(self, ticket: int, deadline: Deadline) -> None:
-        """Waits until a message is complete. On CUDA only the current stream waits, not the host.
+        """Waits until a message is complete. On CUDA only the current stream waits, not the host, so the message may
+        still be under way, and `deadline` has no effect.
 
         Args:
-            ticket: Result of `exchange`.
+            ticket: Result of `exchange`, not waited for yet.
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The message failed; names the peer and the tensors.
+            TransportError: The message failed or is not complete in time; names the peer and the tensors. The group is
+                then left.
         """
         failure = None
         try:
@@ -177,7 +182,8 @@ class Transport:
     def failed(
         self, peer: int, what: str, reason: str, *, timed_out: bool, deadline: Deadline | None = None
     ) -> TransportError:
-        """Leaves the group at once, so peers stop waiting, and returns an error naming the lost process.
+        """Leaves the group at once, so peers stop waiting, and returns, without raising it, an error naming the lost
+        process.
 
         The lost process is the peer, unless the peer reports at the store, before leaving or in the remaining time, the
         loss of another process.
@@ -270,6 +276,9 @@ def host_store(host: str, timeout_s: float) -> TCPStore:
     Args:
         host: Address of this machine.
         timeout_s: Seconds until an operation of the store must be complete.
+
+    Raises:
+        OSError: `host` is no address of this machine.
     """
     listener = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
     port = listener.getsockname()[1]
@@ -305,10 +314,11 @@ def join(
         device: Device of all tensors to send and receive.
         timeout_s: Seconds for joining, and later the time limit of each run.
         group: Name unlike any earlier group's at this store.
-        device_peers: Device peers, without a rank in the process group; see `ipc.device_owners`.
+        device_peers: Numbers of the device peers, which have no rank in the process group; see `ipc.device_owners`.
 
     Raises:
-        TransportError: The store does not answer, or ranks did not join in time; names the missing ranks.
+        TransportError: The store does not answer, ranks did not join in time, or the group was called off (`call_off`);
+            names the missing ranks or the cause.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -345,7 +355,8 @@ def join(
 
 
 def default_group(timeout_s: float, device: torch.device) -> Transport:
-    """Returns torch's default group as a transport, for transfers among the policy's ranks. Without a store, the
+    """Returns torch's default group, which must be initialised, as a transport for transfers among the policy's ranks.
+    Creates no group: on CUDA, closing the transport, as after an error, aborts the default group. Without a store, the
     errors of peers name only the process that they waited for.
 
     Args:

@@ -126,7 +126,7 @@ class ToPeer(PeerChannel):
             self._send(handle, BUFFERS, deadline)
 
     def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
-        """Announces to the peer that a bucket lies in the buffers.
+        """Announces to the peer that a bucket lies in the buffers; does not wait until the peer has read it.
 
         Args:
             bucket: Number of the bucket.
@@ -183,10 +183,10 @@ class ToOwner(PeerChannel):
             os.close(descriptor)
 
     def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
-        """Waits until the owner has announced a bucket; returns the byte offset in the owner's buffers.
+        """Waits until the owner has announced a bucket; returns the bucket's byte offset in the owner's buffers.
 
         Args:
-            bucket: Number of the expected bucket.
+            bucket: Number of the expected bucket: the next one in the owner's order.
             what: Description of the tensors, for errors.
             deadline: The end of the run's time.
 
@@ -304,7 +304,8 @@ def connect(
         buffers: The buffers of this process, shared if it owns a device.
 
     Returns:
-        Process → connection to the device peer, {} without peers; and the connection to the owner, None for an owner.
+        Process → connection to the device peer, {} without peers; and the connection to the owner, None for an owner,
+        also for a process alone on its device.
 
     Raises:
         TransportError: A process of the device did not connect in time.
