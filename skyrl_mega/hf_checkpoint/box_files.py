@@ -121,7 +121,8 @@ def file_name(rank: int) -> str:
 def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
     """Writes the boxes into a new safetensors file, flushes the file to the disk, and returns its size and checksum.
 
-    Several threads write. The header is written last, so an interrupted file is no safetensors file.
+    Several threads write. The header is written last, so an interrupted file is no safetensors file; it stays after an
+    error. Values are float32 or bfloat16, on any device.
 
     Raises:
         OSError: The file exists already, or the file system failed.
@@ -174,6 +175,7 @@ def _header(parts: Sequence[LocalBox], begins: Sequence[int], ends: Sequence[int
 
 def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[BoxEntry]:
     """Returns the entries of these tensors in all files of a checkpoint, in the order of the files. Reads only headers.
+    A tensor without an entry is no error.
 
     Args:
         folder: The checkpoint's folder.
@@ -224,8 +226,9 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
         entries as a whole).
 
     Raises:
-        UserError: The entries contain too few or too many elements of a part; names the tensor.
-        Damaged: An entry differs from its saved state; names tensor and file.
+        UserError: The entries contain too few or too many elements of a part; names the tensor. Nothing is read then.
+        Damaged: An entry differs from its saved state; names tensor and file. Parts may then be filled already.
+        OSError: A file cannot be opened or read.
     """
     by_tensor: dict[tuple[str, str], list[BoxEntry]] = defaultdict(list)
     for entry in entries:
@@ -266,6 +269,7 @@ def check_entries(entries: Sequence[BoxEntry]) -> None:
 
     Raises:
         Damaged: An entry differs from its saved state; names tensor and file.
+        OSError: A file cannot be opened or read.
     """
     buffers = _buffers([LocalBox("", entry.box, "", torch.empty(0)) for entry in entries])
 

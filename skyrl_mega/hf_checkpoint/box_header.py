@@ -73,7 +73,8 @@ def write_header(folder: Path, header: Header) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's entries to the disk (fsync), so that new and renamed files survive a power failure."""
+    """Flushes a folder's entries to the disk (fsync), so that new and renamed files survive a power failure. The
+    content of the files is not flushed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +109,8 @@ def refuse_old(folder: Path) -> None:
 
 
 def read_header(folder: Path) -> Header:
-    """Returns the content of a checkpoint's checkpoint.json, after a check that every file exists with the saved size.
+    """Returns the content of a checkpoint's checkpoint.json, after a check that every file exists with the saved size;
+    the files' content is not read.
 
     Raises:
         Damaged: checkpoint.json or another file is missing, damaged or of another size; names the file.
@@ -152,7 +154,7 @@ def read_table(file: Path, header: Header) -> bytes:
     with the checksum in checkpoint.json.
 
     Args:
-        file: A file of boxes.
+        file: A file of boxes, listed in `header`.
         header: The content of checkpoint.json.
 
     Raises:
@@ -177,7 +179,8 @@ def read_table(file: Path, header: Header) -> bytes:
 
 
 def check_tables(folder: Path) -> None:
-    """Checks that every file of a checkpoint was written by the checkpoint's own save, without reading tensors.
+    """Checks that every file of a checkpoint was written by the checkpoint's own save, without reading tensors: sizes
+    and headers are compared, and damaged data inside a file passes (`box_files.check_entries`).
 
     Raises:
         Damaged: A file belongs to another save, is incomplete or is missing; names the file.

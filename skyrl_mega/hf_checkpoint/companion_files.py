@@ -17,13 +17,17 @@ COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
 def write_companion_files(folder: Path, source: Path, dtype: torch.dtype, fp8: bool = False) -> None:
     """Completes a directory of safetensors files: writes the index, copies configuration and tokenizer from `source`,
-    and writes the type of the weights into the copied config.json.
+    and writes the type of the weights into the copied config.json. Existing files of these names are replaced.
 
     Args:
         folder: A directory with complete safetensors files; a single file gets no index.
         source: A Hugging Face directory.
         dtype: Type of the weights, written into config.json.
         fp8: True if the files are in the block FP8 of the source; otherwise config.json loses its quantization_config.
+
+    Raises:
+        UserError: A safetensors file cannot be read, or is cut off.
+        OSError: `source` has no config.json, or a file cannot be copied or written.
     """
     headers = {file.name: read_header(file) for file in sorted(folder.glob("*.safetensors"))}
     if len(headers) > 1:

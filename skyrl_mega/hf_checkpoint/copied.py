@@ -26,7 +26,8 @@ Copied = Mapping[str, TensorEntry]
 
 
 def copies(source: Path, file_bytes: int) -> list[Copied]:
-    """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write.
+    """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write. Reads
+    only headers, and writes nothing (`write_copy` does).
 
     The list contains an entry per file, and is empty without such tensors.
 
@@ -75,7 +76,8 @@ def write_copy(tensors: Copied, file: Path) -> None:
     """Writes a new safetensors file with copies of the tensors, and flushes the file to the disk.
 
     Raises:
-        OSError: The file exists already, the file system failed, or a file of the source ends too early.
+        OSError: The file exists already, the file system failed, or a file of the source is missing or ends too early.
+            An incomplete file stays.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -94,7 +96,12 @@ def write_copy(tensors: Copied, file: Path) -> None:
 
 
 def is_copy(tensors: Copied, file: Path) -> bool:
-    """Returns True if `file` contains exactly these tensors, in order, equal to the source byte by byte."""
+    """Returns True if `file` contains exactly these tensors, in order, equal to the source byte by byte.
+
+    Raises:
+        UserError: `file` is missing, cut off, or not in safetensors format.
+        OSError: A file of the source cannot be read or ends too early.
+    """
     header = read_header(file)
     return list(header) == list(tensors) and all(
         (written := header[name]).dtype == entry.dtype

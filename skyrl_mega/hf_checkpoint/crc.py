@@ -12,7 +12,8 @@ _ONE = 1 << 31
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-32 of the concatenation of pieces, from (bytes, CRC-32) of each piece in order."""
+    """Returns the CRC-32 of the concatenation of pieces, from (number of bytes, CRC-32) of each piece in order; 0
+    without pieces."""
     crc = 0
     for length, piece_crc in pieces:
         crc = _times(_shift(length), crc) ^ piece_crc

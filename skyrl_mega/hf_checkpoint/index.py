@@ -102,7 +102,8 @@ def check_tensors(
         Name → entry of each tensor; the entry of a matrix in block FP8 contains the entry of its scales.
 
     Raises:
-        UserError: A tensor or its scales are missing, are of another shape, or are of a type not supported.
+        UserError: A tensor or its scales are missing, are of another shape, or are of a type not supported; or a file
+            cannot be read or is cut off.
     """
     entries = _entries(path, tensors)
     fp8 = {name for name, entry in entries.items() if quantisation and entry.dtype == FP8_DTYPE}
@@ -145,7 +146,8 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
         hf: The content of config.json.
 
     Raises:
-        UserError: A layer of the model has a tensor unknown to the architecture, so config.json is of another model.
+        UserError: A layer of the model has a tensor unknown to the architecture, so config.json is of another model; or
+            a file with such tensors cannot be read or is cut off.
     """
     if not (path / INDEX).exists() and not (path / SINGLE).exists():
         return {}
@@ -182,10 +184,11 @@ def _entries(path: Path, names: Collection[str]) -> dict[str, TensorEntry]:
 
 
 def names_in(path: Path) -> set[str]:
-    """Returns the names of all tensors in the directory's files, including tensors unknown to the model.
+    """Returns the names of all tensors in the directory's files, including tensors unknown to the model and scales.
+    With an index, as the index lists them: the files are not opened.
 
     Raises:
-        UserError: The index, or the only file, cannot be read.
+        UserError: The index cannot be read; or, without an index, `SINGLE` is missing or cannot be read.
     """
     weight_map = _weight_map(path)
     return set(read_header(path / SINGLE)) if weight_map is None else set(weight_map)

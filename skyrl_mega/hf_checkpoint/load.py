@@ -52,12 +52,13 @@ def load(
         path: The directory.
         shard: This rank's shard.
         params: The shard's local tensors.
-        optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise
-            left unchanged.
-        written: Called with the name of each local tensor once the tensor is filled.
+        optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise left
+            unchanged.
+        written: Called with the name of each local tensor once the tensor is filled; not for a tensor left unchanged.
 
     Raises:
-        UserError: A tensor is missing or misshapen, or a file is cut off; described in one line.
+        UserError: The shard has a tensor unknown to the model, a tensor is missing or misshapen, or a file cannot be
+            read or is cut off; described in one line.
     """
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces:
@@ -103,7 +104,8 @@ def save(
     file_bytes: int = 4 << 30,
     timeout_s: float = 600.0,
 ) -> None:
-    """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
+    """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective: every rank
+    calls it, and returns when the directory is complete.
 
     The directory appears when every file is written, and replaces an older directory recognised by `exported`. Tensors
     of the source unknown to the model are copied (`copied`).
@@ -114,7 +116,7 @@ def save(
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write files, in turn; several need a shared file system.
-        file_bytes: Size of a file, and of the host memory needed by a writer.
+        file_bytes: Maximum size of a file (at least one tensor), and of the host memory needed by a writer.
         timeout_s: Time limit in seconds of one exchange, in which every writer receives the tensors of a file.
 
     Raises:
@@ -236,7 +238,7 @@ def _gathered(
 
 def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
     """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor), and yields the names of
-    each file's tensors.
+    each file's tensors; without tensors, a single empty list.
 
     Args:
         sizes: Bytes of each tensor.

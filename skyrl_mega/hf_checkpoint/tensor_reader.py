@@ -47,6 +47,8 @@ class TensorReader:
 
         Raises:
             Damaged: The file ends before the tensor does.
+            OSError: The file cannot be opened or read.
+            KeyError: The type on disk is not in `TORCH_DTYPES`.
         """
         with _opened(name, entry) as (descriptor, stored):
             scales = self._scales(name, entry) if entry.scales else None
@@ -71,10 +73,11 @@ class TensorReader:
 
         Returns:
             The E4M3 numbers [rows, columns], a view of the reader's buffer that the next call overwrites; and the
-            scales [blocks of rows, blocks of columns].
+            scales [blocks of rows, blocks of columns], a new tensor.
 
         Raises:
             Damaged: The file ends before the tensor does.
+            OSError: The file cannot be opened or read.
         """
         assert entry.scales is not None
         box = Box((first, 0), (rows, entry.shape[1]))

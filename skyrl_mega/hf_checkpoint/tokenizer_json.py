@@ -34,7 +34,8 @@ SPECIAL = {"lstrip": False, "rstrip": False, "normalized": False, "single_word":
 
 
 def write(folder: Path) -> Path:
-    """Writes tokenizer.json into a model's directory, and returns the path.
+    """Writes tokenizer.json into a model's directory, and returns the path. The file appears only when it is complete
+    and proved equal to tiktoken; nothing is replaced.
 
     Raises:
         UserError: A file is missing or cannot be used, tokenizer.json exists, or the result differs from tiktoken.
@@ -73,7 +74,8 @@ def read_pattern(folder: Path) -> str:
     """Returns the regular expression for words from the model's code, which is parsed and not run.
 
     Raises:
-        UserError: No file tokenization_*.py assigns constant text to `pat_str`.
+        UserError: No file tokenization_*.py assigns `pat_str`, the first assignment found is not constant text, or a
+            file before it is no Python code.
     """
     for file in sorted(folder.glob("tokenization_*.py")):
         try:
@@ -132,7 +134,7 @@ def convert(ranks: Mapping[bytes, int], pattern: str, added: Mapping[int, AddedT
     Args:
         ranks: The number of each token's bytes.
         pattern: Regular expression for words.
-        added: Tokens beyond the vocabulary, by consecutive numbers.
+        added: Tokens beyond the vocabulary, by consecutive numbers from `len(ranks)` on.
 
     Raises:
         UserError: The regular expression cannot be used.
@@ -197,7 +199,15 @@ def _is_text(token: bytes) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Parses the command line, writes tokenizer.json, and returns the exit code."""
+    """Parses the command line, writes tokenizer.json, prints its path, and returns the exit code 0. Errors are raised,
+    as by `write`; `guarded` turns them into exit codes.
+
+    Args:
+        arguments: The words after the program's name.
+
+    Raises:
+        UserError: The command line is wrong, or `write` refuses the directory.
+    """
     about = (__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m skyrl_mega.hf_checkpoint.tokenizer_json", description=about, allow_abbrev=False)
     parser.add_argument("model", type=path_of, metavar="DIR", help=f"a model's directory with {TIKTOKEN}")
