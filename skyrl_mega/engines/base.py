@@ -108,26 +108,36 @@ class Engine(Protocol):
         """
 
     def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts; yields completions in small lists as requests end. Empty lists show that the engine still
-        works.
+        """Continues prompts; yields completions in small lists as requests end, each request once and in no given
+        order. Empty lists show that the engine still works.
+
+        The end of `Request.seconds` is no error (`finish` is then `timeout`). Closing the iterator early ends the other
+        requests. During `pause` and an update requests are accepted, and wait.
 
         Raises:
             EngineDied: The engine's process is gone or stalled.
             NotReady: A part is asleep, or weights are undefined.
+            WrongRoutes: The engine returned expert routes that do not belong to a request.
         """
 
     async def forget(self) -> None:
         """Drops the cached prefixes of earlier requests; later requests compute all of their tokens."""
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker to the process group of weight transfers.
+        """Connects every worker to the process group of weight transfers, and leaves a former group first. Returns
+        after all processes of the group joined, at most after the connection's `timeout_s`.
 
         Args:
             info: Fields of `engines.vllm.transfer.InitInfo`: the connection, and this engine's index in the group.
+
+        Raises:
+            EngineDied: The engine's process is gone.
+            Exception: A process did not join; the type may be lost, the message names the process.
         """
 
     async def pause(self) -> None:
-        """Stops computing until `resume`; requests under way are kept, cached prefixes are dropped."""
+        """Stops computing until `resume`; requests under way are kept and new ones wait, cached prefixes are
+        dropped."""
 
     async def resume(self) -> None:
         """Resumes computing after `pause`.
@@ -139,8 +149,8 @@ class Engine(Protocol):
     async def sleep(self, parts: Sequence[str]) -> None:
         """Pauses the engine and frees the device memory of parts, without keeping a copy. Requests under way wait.
 
-        Cached tokens are computed again. A request is an error while a part is asleep, and until a sync after dropping
-        weights.
+        Cached tokens are computed again. A new request raises NotReady while a part is asleep, and until a sync after
+        dropping weights.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already asleep stay asleep.
@@ -159,7 +169,7 @@ class Engine(Protocol):
         """
 
     async def begin_update(self) -> None:
-        """Pauses the engine and opens every worker's parameters for writing.
+        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights`.
 
         Raises:
             NotReady: The weights are asleep.
@@ -167,38 +177,46 @@ class Engine(Protocol):
 
     async def update_weights(self, checksums: bool) -> None:
         """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
-        complete.
+        complete. All policy ranks and engines of the group must exchange at the same time.
 
         Args:
-            checksums: True to verify each part after arrival.
+            checksums: True to verify each part after arrival; the same in the policy ranks.
+
+        Raises:
+            EngineDied: The engine's process is gone.
+            Exception: The transfer failed, or a checksum differs; the type may be lost. `abandon_update` must follow.
         """
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Installs the received weights as version `version` and resumes computing.
+        """Installs the received weights as version `version` and resumes computing, unless a part is asleep.
 
         Returns:
             Each worker's seconds and bytes of the update, by the fields of `weights.exchange.executor.ExchangeReport`.
         """
 
     async def abandon_update(self) -> None:
-        """Abandons an update that cannot be finished; the engine stays paused until the end of the next update."""
+        """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
+        which needs `connect_weights` first, the engine stays paused, and a new request raises NotReady."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights again for comparison with the weights in place.
+        """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with
+        checksums, at the same time. A difference raises nothing.
 
         Returns:
             For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
         """
 
     async def probe(self) -> None:
-        """Waits for an answer of every worker, as a check for hanging workers."""
+        """Waits for an answer of every worker, without limit, as a check for hanging workers; raises if a process is
+        gone."""
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
-        steps."""
+        steps. Steps before the first call are not counted."""
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""
+        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded since the previous
+        call, [] if recording was off. A request is recorded when it ends."""
 
     async def health(self) -> int:
         """Returns the version of the weights installed last, 0 before the first weight sync.

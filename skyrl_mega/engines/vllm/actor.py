@@ -123,19 +123,22 @@ class VllmEngine:
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
 
-        An idle engine accepts all requests before computing the first, so the same call with the same weights forms
-        the same batches and gives the same numbers to the last bit.
+        An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
+        same batches and gives the same numbers to the last bit.
 
         A single request may take any time: the wait for space in the cache depends on other requests, and `max_tokens`
         bounds the tokens. The limit applies to time without a token for any request.
 
         Args:
-            requests: Prompts.
+            requests: Prompts, with names unlike those of other requests under way.
             sampling: Parameters shared by all requests.
 
         Raises:
             EngineDied: vLLM's process is gone, or no request got a token for `rollout.request_timeout_s`.
             NotReady: A part is asleep, or weights are undefined.
+            WrongRoutes: Expert routes of a completion are missing or do not fit the request.
+            Exception: vLLM's own error for a request, such as ValueError for a prompt that is too long. After any error
+                the other requests of the call are ended.
         """
         self.presence.check()
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
@@ -320,7 +323,8 @@ class VllmEngine:
         )
 
     async def forget(self) -> None:
-        """Drops vLLM's cached prefixes, and the routes that the worker has recorded of requests."""
+        """Drops vLLM's cached prefixes, and the routes that the worker has recorded of requests. No request may be
+        under way."""
         await self._await_vllm(self.llm.reset_prefix_cache())
         if self._worker_records:
             await self.workers("forget_routes")
@@ -328,10 +332,15 @@ class VllmEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker to the process group of weight transfers.
+        """Connects every worker to the process group of weight transfers, and leaves a former group first. Returns
+        after all processes of the group joined, at most after the connection's `timeout_s`.
 
         Args:
             info: Fields of `engines.vllm.transfer.InitInfo`: the connection, and this engine's index in the group.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+            Exception: A process did not join. vLLM may pass on only the text of the worker's TransportError.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -353,8 +362,8 @@ class VllmEngine:
         """Pauses the engine and frees the device memory of these parts, without keeping a copy. Requests under way
         wait.
 
-        After `wake`, the KV cache is empty. Dropped weights are undefined until a weight sync, and until then a request
-        is an error.
+        After `wake`, the KV cache is empty. Dropped weights are undefined until a weight sync. A new request raises
+        NotReady while a part is asleep, or weights are undefined.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already dropped stay dropped.
@@ -384,7 +393,7 @@ class VllmEngine:
             await self.resume()
 
     async def begin_update(self) -> None:
-        """Pauses the engine and opens every worker's parameters for writing.
+        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights`.
 
         Raises:
             NotReady: The weights are asleep.
@@ -396,20 +405,22 @@ class VllmEngine:
 
     async def update_weights(self, checksums: bool) -> None:
         """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
-        complete.
+        complete. All policy ranks and engines of the group must exchange at the same time.
 
         Args:
-            checksums: True to verify each part after arrival.
+            checksums: True to verify each part after arrival; the same in the policy ranks.
 
         Raises:
             EngineDied: vLLM's process is gone.
+            Exception: The transfer failed, or a checksum differs. vLLM may pass on only the text of the worker's error.
+                `abandon_update` must follow.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._await_vllm(self.llm.update_weights(WeightTransferUpdateRequest({"checksums": checksums})))
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Installs the received weights as version `version` and resumes computing.
+        """Installs the received weights as version `version` and resumes computing, unless a part is asleep.
 
         Returns each worker's `weights.exchange.executor.ExchangeReport` as a dict, by rank.
         """
@@ -422,12 +433,14 @@ class VllmEngine:
         return await self.workers("transfer_report")
 
     async def abandon_update(self) -> None:
-        """Abandons an update that cannot be finished. The engine stays paused until the end of the next update."""
+        """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
+        which needs `connect_weights` first, the engine stays paused, and a new request raises NotReady."""
         self.presence.defined = False
         await self.workers("abandon_update")
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights again for comparison with the weights in place. The engine pauses meanwhile.
+        """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with
+        checksums, at the same time. The engine pauses meanwhile. A difference raises nothing.
 
         Returns:
             For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
@@ -444,7 +457,8 @@ class VllmEngine:
             await self._resume_if_ready()
 
     async def probe(self) -> None:
-        """Waits for an answer of every worker, as a check for hanging workers.
+        """Waits for an answer of every worker, as a check for hanging workers; without limit, so the caller must set
+        one.
 
         Raises:
             EngineDied: vLLM's process is gone.
@@ -453,21 +467,23 @@ class VllmEngine:
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
-        steps."""
+        steps. Steps before the first call are not counted."""
         return [(MemoryReading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""
+        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded since the previous
+        call, [] if recording was off. A request is recorded when it ends."""
         recorded, self.spans = self.spans or [], [] if on else None
         return recorded
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker and returns the answers by rank.
 
-        Arguments and answers are plain values only.
+        Arguments and answers are plain values only. Waits without limit.
 
         Raises:
             EngineDied: vLLM's process is gone.
+            Exception: The method failed in a worker; vLLM may pass on only the text of the error.
         """
         answers: list[Any] = await self._await_vllm(self.llm.collective_rpc(method, args=args))
         return answers

@@ -9,8 +9,8 @@ from typing import Any
 def allow_sigmoid_without_groups() -> None:
     """Makes the CPU router compute sigmoid scores over a single group of experts, which is the same function.
 
-    Without groups the router supports softmax scores only, and fails at the first token. May be called again in the
-    same process.
+    Without groups the router supports softmax scores only, and fails at the first token. Call this before the model is
+    built: only routers created later are changed. May be called again in the same process.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 

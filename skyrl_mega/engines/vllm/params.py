@@ -136,7 +136,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return name in self.layer_of  # without opening anything
 
     def open(self, *, check: bool = False) -> None:
-        """Begins an update: all parameters count as not written.
+        """Begins an update: all parameters count as not written. Changes no weights itself; from here on,
+        `params[name]` gives the tensor to write, `mark_written` reports it, and `close` or `abandon` ends the update.
 
         Args:
             check: True to leave live weights unchanged, for comparison with the written data.
@@ -201,7 +202,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
 
         The last parameter of a layer installs the layer: vLLM's post-load processing runs on the written data, and the
         result is copied into the tensors read by the kernels. After `open(check=True)` the result is only compared with
-        these tensors.
+        these tensors; `close` returns the differences.
 
         Args:
             name: Name of the parameter at load time.
@@ -213,7 +214,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
 
     def close(self) -> list[str]:
         """Ends the update and computes derived tensors again. After `open(check=True)` changes nothing and returns the
-        names of parameters and derived tensors unlike the live data; else returns [].
+        names of parameters and derived tensors unlike the live data; else returns []. A layer that received only some
+        of its parameters keeps the old values of the others.
 
         Raises:
             RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.

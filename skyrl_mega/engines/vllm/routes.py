@@ -45,7 +45,8 @@ class TokenRoutes:
 
     @classmethod
     def unpacked(cls, packed: list[bytes], shape: RouteShape) -> TokenRoutes:
-        """Returns the object whose `packed` gave these bytes. `shape` is the shape of the model's routes."""
+        """Returns the object whose `packed` gave these bytes, with read-only arrays. `shape` is the shape of the
+        model's routes."""
         routes = np.frombuffer(packed[0], shape.dtype).reshape(-1, len(shape.layers), shape.per_token)
         return cls(routes, *(np.frombuffer(values, np.int32) for values in packed[1:]))
 
@@ -158,8 +159,8 @@ class RouteRecorder:
         self.requests.clear()
 
     def take(self, name: str) -> TokenRoutes | None:
-        """Returns the routes of all tokens read for the request with this name, and forgets the request; None for an
-        unknown request.
+        """Returns the routes of all tokens read for the request with this name (`Request.id`), from the first token on,
+        and forgets the request; None for an unknown request.
 
         The result may include a token after the last, computed before the end of the request was known.
         """
@@ -176,7 +177,7 @@ def verified_routes(
     Args:
         read: Data recorded for the request, from the first token on.
         tokens: Tokens read by the engine: the prompt, and all new tokens but the last.
-        first: Position of the first wanted route.
+        first: Position in `tokens` of the first wanted route.
         versions: Weight versions used for sampling; None if weights may change between tokens.
         shape: Shape of the model's routes.
         name: Name of the request.
@@ -214,7 +215,8 @@ def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape,
     their number and range, but not to which tokens or weights they belong.
 
     Args:
-        experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], layers without experts included.
+        experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], layers without experts included; None, and n
+            other than `tokens`, are an error.
         tokens: Number of tokens with wanted routes.
         shape: Shape of the model's routes.
         name: Name of the request.

@@ -50,8 +50,9 @@ class SeedsAhead:
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), processed
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
-        """Returns a seed for each of `rows` rows, int64 [N]: the next of the row's generator in `generators` (row →
-        generator), or of torch's default generator for a row without one.
+        """Returns a seed for each of `rows` rows, int64 [N] on the CPU: the next of the row's generator in `generators`
+        (row → generator), or of torch's default generator for a row without one. The given generators themselves are
+        not advanced: their seeds come from copies made at the first call.
         """
         seeds = torch.randint(SEEDS, (rows,)).tolist()
         if generators != self.generators:

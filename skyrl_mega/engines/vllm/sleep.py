@@ -92,7 +92,8 @@ class MemoryParts:
         """Allocates the memory of a part, "engine_weights" or "kv_cache", again; no-op for a part not dropped. The
         cache is empty.
 
-        Constants get the former values back; other weights are 0, as required for padding, which no update covers.
+        Constants get the former values back; other weights are 0, as required for padding, which no update covers, and
+        the next update must deliver all of them.
         """
         if part not in self.asleep:
             return
@@ -143,8 +144,8 @@ class CudaMemory:
         """Parts that are asleep."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """Returns the constants; see `Memory`. Searches all tensors known to Python, as kernels also keep some in
-        caches outside the model's modules.
+        """Returns the constants (see `Memory`), each as the bytes of its whole storage, uint8, sharing the memory.
+        Searches all tensors known to Python, as kernels also keep some in caches outside the model's modules.
         """
         inside = _Ranges(self.allocator, TAGS[WEIGHTS][0])
         seen = {storage._cdata for storage in storages(filled)}

@@ -108,7 +108,11 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
 
     Args:
         spec: The engine's definition.
-        former: Facts of the previous engine in this place, with the cache size to use again; None for the first.
+        former: Facts of the previous engine in this place, with the cache size to use again; None for the first. Unused
+            on a CPU, where the settings give the size.
+
+    Raises:
+        UserError: The directory's config.json cannot be read, or the model is not supported.
     """
     from vllm.config import WeightTransferConfig
 

@@ -100,7 +100,8 @@ class LogprobColumns:
         self.steps += 1
 
     def row(self, row: int) -> LogprobsLists:
-        """Returns the token ids, log-probs and ranks of the request in row number `row`, [steps, 1] each."""
+        """Returns the token ids [steps, 1], log-probs [steps, 1] and ranks [steps] of the request in row number `row`,
+        as views."""
         ids, values, ranks = (array[row, : self.steps] for array in self.arrays)
         return LogprobsLists(ids[:, None], values[:, None], ranks)
 
@@ -136,7 +137,7 @@ class SteadyBatch:
 
     def complete(self, scheduled: SchedulerOutput) -> None:
         """Adds the other requests of the batch, a token each, to vLLM's schedule of the due requests (`due`). Changes
-        the schedule and the requests in place."""
+        the schedule and the requests in place, and keeps the schedule as that of the step under way (`expects`)."""
         due = scheduled.scheduled_cached_reqs
         blocks = dict(zip(due.req_ids, due.new_block_ids, strict=True))
         for request in self.requests:
@@ -169,14 +170,14 @@ class SteadyBatch:
         )
 
     def ending(self, output: ModelRunnerOutput) -> list[int]:
-        """Returns the indices of the requests that may end with the token sampled in this step: at a stop token, or at
-        the most tokens."""
+        """Returns the indices in `requests` of those that may end with the token sampled in this step: at a stop token
+        of any request of the batch, or at the most tokens."""
         tokens, limits, stops = self._tokens(output), self.limits, self.stops
         return [i for i, sampled in enumerate(self.sampled) if sampled + 1 >= limits[i] or tokens[i] in stops]
 
     def outputs(self, indices: Iterable[int]) -> list[tuple[int, EngineCoreOutput]]:
-        """Returns, for the requests with these indices, pairs of the request's client and its unsent tokens and
-        log-probs; [] if nothing is unsent."""
+        """Returns, for the requests with these indices in `requests`, pairs of the request's client and its unsent
+        tokens and log-probs; [] if nothing is unsent. They stay unsent until `flush` or `remove`."""
         if self.unsent is None:
             return []
         outputs = []
@@ -194,7 +195,8 @@ class SteadyBatch:
         return outputs
 
     def remove(self, indices: Sequence[int]) -> None:
-        """Removes the requests with these indices from the batch."""
+        """Removes the requests with these indices in `requests` from the batch. Their unsent tokens are lost: take the
+        `outputs` before."""
         removed = set(indices)
         kept = [i for i in range(len(self.ids)) if i not in removed]
         self.requests = [self.requests[i] for i in kept]
@@ -206,7 +208,8 @@ class SteadyBatch:
         self.rows = self.rows[kept]
 
     def advance(self, output: ModelRunnerOutput) -> None:
-        """Appends the step's sampled tokens to all requests of the batch, and their log-probs to `unsent`."""
+        """Appends the step's sampled tokens to all requests of the batch, and their log-probs to `unsent`. `expects`
+        must be True for the output, and the requests of `ending` must have been removed."""
         assert output.logprobs is not None, "see `expects`"
         for request, token in zip(self.requests, self._tokens(output), strict=True):
             request.num_in_flight_tokens -= 1

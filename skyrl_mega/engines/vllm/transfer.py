@@ -71,7 +71,11 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the process group of the policy's ranks and all engine workers; leaves a former group first. Waits for
-        the others."""
+        the others.
+
+        Raises:
+            TransportError: A process did not join in time; names the missing ranks.
+        """
         self.shutdown()
         connection, parallel = Connection(**init_info.connection), self.parallel_config
         worker_index = parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank
@@ -97,7 +101,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
-        """Installs the layers with a part of their weights received, if permitted, and computes derived tensors.
+        """Installs the layers with a part of their weights received, if permitted, and computes derived tensors. Adds
+        its seconds to `report`, so `receive_weights` must have been called.
 
         Raises:
             RuntimeError: A layer needs all of its weights and did not receive all.
@@ -109,10 +114,16 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
-        """Receives this worker's shard again for comparison with the weights in place.
+        """Receives this worker's shard again for comparison with the weights in place, which stay. Needs no
+        `start_weight_update`.
 
         Returns:
             Number of `parameters`, `bytes` received, and the names of `different` parameters.
+
+        Raises:
+            RuntimeError: `init_transfer_engine` was not called before, or the policy did not send all weights.
+            TransportError: A peer left, or did not answer in time.
+            ChecksumError: A part was changed on the way.
         """
         self.parameters.open(check=True)
         report = self._receive(checksums=True)
@@ -172,7 +183,8 @@ class WorkerExtension:
         return int(given or self.available_kv_cache_memory_bytes)
 
     def drop(self, parts: list[str]) -> None:
-        """Frees the device memory of these parts, "engine_weights" or "kv_cache". No request may be computing."""
+        """Frees the device memory of these parts, "engine_weights" or "kv_cache", except parts already dropped. No
+        request may be computing."""
         self.parts = self.parts or self._parts()
         for part in parts:
             self.parts.drop(part)
@@ -196,7 +208,8 @@ class WorkerExtension:
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """Receives this worker's shard again for comparison with the weights in place.
+        """Receives this worker's shard again for comparison with the weights in place, which stay; raises as
+        `ShardTransferEngine.compare`.
 
         Returns:
             Number of `parameters`, `bytes` received, and the names of `different` parameters.
@@ -247,7 +260,12 @@ class WorkerExtension:
         )
 
     def load_files(self, path: str) -> None:
-        """Loads this worker's shard from a Hugging Face directory, in the same way as a sync, a layer at a time."""
+        """Loads this worker's shard from the Hugging Face directory `path`, in the same way as a sync, a layer at a
+        time. Needs no process group.
+
+        Raises:
+            UserError: A tensor is missing or misshapen, or a file cannot be read.
+        """
         from skyrl_mega.hf_checkpoint import load
 
         engine = self.weight_transfer_engine
