@@ -71,7 +71,7 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Estimates the peak activation memory of a policy rank. Results are cached.
+    """Estimates the peak activation memory of a policy rank, all micro-batches in flight included. Results are cached.
 
     Args:
         decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.
@@ -146,8 +146,8 @@ def layer(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> int:
-    """Estimates the bytes kept on a rank of the first dense, or the first MoE, layer for the backward pass,
-    including the layer's input.
+    """Estimates the bytes kept on a rank of the first dense, or the first MoE, layer for the backward pass, including
+    the layer's input.
 
     Args:
         decoder: The model.
@@ -159,6 +159,9 @@ def layer(
         recompute: `policy.recompute`, except full.
         spec: Implementation of the layers.
         fused: Active subset of `policy.fusions`.
+
+    Raises:
+        StopIteration: The model has no layer of this kind.
     """
     kind = next(decoder.layer(i) for i in range(decoder.layers) if decoder.is_moe(i) == moe)
     return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
@@ -175,7 +178,8 @@ def kept_layer(
     spec: Spec,
     fused: frozenset[str],
 ) -> float:
-    """Estimates the mean bytes kept of a layer for the backward pass on a rank of stage `pp`.
+    """Estimates the mean bytes kept of a layer for the backward pass on a rank of stage `pp`, over the stage's layers
+    and for one micro-batch.
 
     Args:
         decoder, parallel: See `layer`.
@@ -207,8 +211,8 @@ def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
 def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
     """Estimates the peak bytes of the output head: (in training, in a log-prob pass).
 
-    Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus the weight's
-    gradient.
+    Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus in training the
+    weight's gradient. For a rank of the last pipeline stage; a critic computes no logits.
 
     Args:
         decoder: The model.

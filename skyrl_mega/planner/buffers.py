@@ -135,8 +135,8 @@ def full_bucket(parallel: ParallelDims, pp: int, chunk: int) -> int | None:
 
     Args:
         parallel: The grid of ranks.
-        pp: Pipeline stage.
-        chunk: Index of the model chunk on the rank.
+        pp: Pipeline stage, from 0.
+        chunk: Index of the model chunk on the rank, from 0.
     """
     return max(BUCKET[0], BUCKET[1] * parallel.data) if pp == chunk == 0 else None
 

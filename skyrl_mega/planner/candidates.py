@@ -27,7 +27,8 @@ Result = TypeVar("Result")
 
 
 def changed(config: Config, change: Change) -> Config:
-    """Returns the settings with the change applied; unchanged groups remain the same objects."""
+    """Returns new settings with the change applied, without checking values; unchanged groups remain the same objects.
+    `config` stays as it is."""
     for key, value in change:
         config = _replaced(config, key.split("."), value)
     return config
@@ -80,7 +81,8 @@ def split(ranks: int, engines: int) -> Change:
 def combined(*knobs: Iterable[Change]) -> Iterator[Change]:
     """Yields every combination of one change from each of the lists `knobs`, joined to one change.
 
-    Combinations with the smallest sum of positions in the lists come first.
+    Combinations with the smallest sum of positions in the lists come first. Yields nothing if a list is empty. The
+    lists are read completely first.
     """
     by_distance = sorted(product(*map(enumerate, knobs)), key=lambda parts: sum(position for position, _ in parts))
     return (sum((change for _, change in parts), ()) for parts in by_distance)

@@ -130,7 +130,11 @@ def several_nodes(config: Config, decoder: Decoder, nodes: int, workers: int | N
         config: The settings.
         decoder: The model.
         nodes: Number of nodes of an engine.
-        workers: GPUs of all engines; None for a single engine.
+        workers: GPUs of all engines, a multiple of the GPUs of `nodes` nodes, otherwise nothing fits; None for a single
+            engine.
+
+    Returns:
+        The engines that can hold the model and a sequence of maximum length; [] if none can.
     """
     node = config.cluster.gpus_per_node
     return _choices(config, decoder, workers or nodes * node, [(nodes * node, 1), (node, nodes)])
@@ -192,7 +196,7 @@ def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineC
     Args:
         config: The settings.
         ranks: Memory of the policy.
-        candidates: Result of `engine_choices`.
+        candidates: Result of `engine_choices`, not empty.
     """
     given = config.residency.keep
     if not config.cluster.shared:
@@ -248,12 +252,12 @@ def _bytes_by_phase(engine: EngineChoice, keep: list[str] | None, policy: dict[s
 
 def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
     """Returns the bytes missing on the fullest GPU, with the least demanding engines and `residency.keep`; 0 or less if
-    these fit.
+    these fit. On separate GPUs only the policy counts, with the given `residency.keep`.
 
     Args:
         config: The settings.
         ranks: Memory of the policy.
-        candidates: Result of `engine_choices`.
+        candidates: Result of `engine_choices`, not empty.
     """
     if not config.cluster.shared:
         return ranks.peak(config.residency.keep) - ranks.size

@@ -61,7 +61,8 @@ class Elements:
 
 
 def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
-    """Returns the bytes of the weights in an engine worker, given by number."""
+    """Returns the bytes of the weights in engine worker `worker`, counted within the engine, as kept while it generates
+    (in FP8, with scales, if the engine serves FP8)."""
     return _worker_elements(config, decoder, worker).bytes(
         limits.itemsize(config.model.dtype), fp8_weights(config.rollout)
     )

@@ -52,8 +52,8 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
-    """Checks the fit of the run on the nodes and in memory. Layouts must have been checked
-    (`cli.layout_checks.check_layouts`).
+    """Checks the fit of the run on the nodes and in memory; on a CPU only in host memory. Layouts must have been
+    checked (`cli.layout_checks.check_layouts`).
 
     Args:
         config: The settings.
@@ -61,7 +61,8 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
         strict: Also raise if the plain estimates are too large, without subtracting the margin.
 
     Raises:
-        UserError: The run does not fit; one line with key, value and the exceeded limit.
+        UserError: The run does not fit; one line with key, value and the exceeded limit. Only the first problem is
+            raised; `problems` lists all.
     """
     if not on_cpu(config):
         check_nodes(config)
@@ -70,7 +71,7 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
 
 
 def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserError | None:
-    """Returns the error for the first GPU or host with too little memory; None if everything fits.
+    """Returns, without raising it, the error for the first GPU or host with too little memory; None if everything fits.
 
     Args:
         config: The settings, with checked layouts.
@@ -165,8 +166,15 @@ def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> 
 def host_problem(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None
 ) -> UserError | None:
-    """Returns the error for the first node with too little host memory; None if there is enough, or if the size
-    is unknown."""
+    """Returns, without raising it, the error for the first node whose estimated host memory exceeds the share
+    `RAY_KILLS` of `cluster.host_memory_gib`; None if there is enough, or if the setting is null.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+        reference: Grid of a reference with a separate layout; None without such a reference.
+    """
     available = config.cluster.host_memory_gib
     if available is None:
         return None

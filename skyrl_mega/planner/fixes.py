@@ -64,8 +64,8 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
 
 
 def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
-    """Returns changes that make settings with shared GPUs and generation ahead valid: at most one to separate GPUs, and
-    `asynchrony.mode=off` if valid.
+    """Returns changes that make settings with shared GPUs and generation ahead valid: at most one to separate GPUs,
+    found in `SECONDS` of processor time, and `asynchrony.mode=off` if valid. [] if neither is.
 
     Args:
         config: The invalid settings.

@@ -222,9 +222,9 @@ def shares(config: Config, decoder: Decoder, parallel: ParallelDims, placed: Seq
 
     Args:
         config: The settings.
-        decoder: The model.
+        decoder: The model with the policy's head.
         parallel: The policy's grid.
-        placed: All nodes of the run.
+        placed: All nodes of the run (`placement.nodes`).
     """
     if not config.checkpoint.every:
         return Shares(0, 0)
@@ -257,7 +257,8 @@ class Disk:
 
 
 def disk(config: Config, decoder: Decoder) -> Disk:
-    """Estimates the sizes of the checkpoints and of the export in a run's folder."""
+    """Estimates the sizes of the checkpoints and of the export in a run's folder. Checkpoints count 0 if
+    `checkpoint.every` is 0."""
     trained = [(config, decoder), *[(critic_view(config), decoder.critic)] * has_critic(config)]
     checkpoint = sum(_model_bytes(settings, m) for settings, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:

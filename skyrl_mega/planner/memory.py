@@ -82,7 +82,8 @@ def overlapped(config: Config) -> bool:
 
 
 def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """Estimates the GPU memory (on a CPU the host memory) of policy rank `rank` by kind."""
+    """Estimates the GPU memory (on a CPU the host memory) of policy rank `rank` by kind. `parallel` is the policy's
+    grid, and `rank` counts in it from 0."""
     size = itemsize(config)
     state, pp = policy_state(config, decoder, parallel, rank), parallel.coordinates(rank).pp
     activation_bytes = _activations(config, decoder, parallel, pp)
@@ -144,14 +145,18 @@ def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, r
 
 
 def critic_view(config: Config) -> Config:
-    """Returns settings with the critic's model and layout as the policy's, without a reference: for estimating a
-    critic by the formulas of a policy."""
+    """Returns settings with the critic's model and layout as the policy's, without a reference: for estimating a critic
+    by the formulas of a policy. To be used with `decoder.critic`, the model with the critic's head."""
     kl = replace(config.algorithm.kl, coefficient=0.0)
     return replace(config, policy=critic_model(config), algorithm=replace(config.algorithm, kl=kl))
 
 
 def critic_dims(config: Config) -> ParallelDims | None:
-    """Returns the critic's grid; None without a critic."""
+    """Returns the critic's grid; None without a critic.
+
+    Raises:
+        UserError: The sizes of the critic's layout do not fit its ranks.
+    """
     if not has_critic(config):
         return None
     return ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
@@ -170,7 +175,8 @@ def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
 
 
 def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMemory:
-    """Estimates the memory of worker `worker` of an engine by kind."""
+    """Estimates the memory of worker `worker`, counted within the engine, by kind: of a GPU, or of the host on a CPU. A
+    KV cache without space is no error: `tokens` is then 0."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
     weights = engine_bytes(config, decoder, worker)

@@ -50,7 +50,8 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
 
 def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
     """Returns the settings of a run with `policy.micro_tokens` set, and writes a new choice to `FILE` in the run's
-    folder. A resumed run keeps the choice in this file.
+    folder. A resumed run keeps the choice in this file, or chooses again if the file is missing. A number given in the
+    settings stays, and no file is read or written.
 
     Args:
         config: The settings.
@@ -60,6 +61,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
 
     Raises:
         UserError: The file of a resumed run cannot be read, or its number is no candidate.
+        OSError: The file cannot be written.
     """
     if config.policy.micro_tokens is not None:
         return config

@@ -37,8 +37,9 @@ def streaming_rate(config: Config) -> float:
 
 
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
-    """Returns the bytes copied between GPU and host memory in a step, in both directions: by the busiest policy rank,
-    plus by the busiest critic rank, afterwards. 0 if `residency.keep` is null."""
+    """Returns the bytes copied between GPU and host memory in a step, the sum of both directions: by the busiest policy
+    rank, plus by the busiest critic rank, afterwards. Without the copies of a streamed optimizer. 0 if `residency.keep`
+    is null."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()

@@ -52,14 +52,14 @@ def lower_bound(kinds: Kinds) -> float:
 
 
 def offloaded_bytes(state: ModelState, role: str, keep: Sequence[str] | None, streamed: bool) -> int:
-    """Returns the bytes of a rank copied to host memory in some phase of a step, and back: weights and
-    optimizer state not kept by `residency.keep`. Gradients are dropped, not copied.
+    """Returns the bytes of a rank copied to host memory in some phase of a step, and back: weights and optimizer state
+    not kept by `residency.keep`. Gradients are dropped, not copied.
 
     Args:
         state: Weights and optimizer state of the rank.
         role: `policy`, `critic` or `reference`.
-        keep: Value of `residency.keep`.
-        streamed: True if the optimizer state always stays in host memory.
+        keep: Value of `residency.keep`; None keeps everything, so that the result is 0.
+        streamed: True if the optimizer state always stays in host memory, and does not count here.
     """
     parts = PARTS[role]
     return sum(
@@ -105,8 +105,8 @@ class PolicyMemory:
         return part is None or part in resident(phase, self.keep)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns kind → bytes on the device in a phase of `PHASES`, for kinds present in the
-        phase."""
+        """Returns kind → bytes on the device in a phase of `PHASES`, for kinds present in the phase, in a new dict. A
+        sleeping kind has no entry."""
         state_kinds = ((kind, getattr(self.state, kind)) for kind in ("weights", "gradients", "optimizer"))
         kinds = {kind: size for kind, size in state_kinds if size and self.is_resident(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
@@ -205,7 +205,8 @@ class EngineMemory:
         return resident(phase, self.keep).issuperset(ENGINE)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns kind → bytes on the device in a phase, for kinds present in the phase.
+        """Returns kind → bytes on the device in a phase, for kinds present in the phase; `kv_cache` may be negative,
+        for a shortage.
 
         A partly sleeping engine holds no working memory: the workspace of experts is dropped with the KV cache, and
         torch's cache is emptied. On a shared GPU the sync buckets belong to the policy.

@@ -90,7 +90,8 @@ def has_times(config: Config) -> bool:
 
 
 def shifted(config: Config, rate: Rate, factor: float) -> Config:
-    """Returns the settings with the rate's value multiplied by `factor`; a share (`…_share`) becomes at most 1."""
+    """Returns the settings with `rate.value` · `factor` as the value of the setting `rate.key`; a share (`…_share`)
+    becomes at most 1. The present value in `config` does not matter."""
     value = rate.value * factor
     change: Change = ((rate.key, min(1.0, value) if rate.key.endswith("_share") else value),)
     return changed(config, change)

@@ -55,14 +55,14 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
     """Returns single settings and the bytes freed by each, for settings freeing at least `MIN_GAIN` and passing all
-    checks, including host memory; largest gain first.
+    checks, including host memory; largest gain first. [] if nothing helps.
 
     Args:
         config: The settings.
         decoder: The model.
         parallel: The policy's grid.
-        phase: Phase in which memory of the fullest shared GPU is needed, such as `train`; None for memory of the
-            policy's fullest rank.
+        phase: Phase in which memory of the fullest shared GPU is needed, such as `train`, only for settings with shared
+            GPUs; None for memory of the policy's fullest rank.
     """
 
     def free(other: Config) -> int:

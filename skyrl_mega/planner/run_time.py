@@ -176,14 +176,15 @@ def error_bar(
     lengths: Sequence[Trajectories] = (),
     signal: bool = False,
 ) -> ErrorBar:
-    """Estimates the uncertainty of a run's seconds, as described at the top of this file.
+    """Estimates the uncertainty of a run's seconds: moves each uncertain input alone to both ends of its interval, and
+    adds the logarithms of the resulting factors in quadrature, with `FORMULAS` for the formulas themselves.
 
     Args:
         seconds: Function from settings and trajectories to the seconds of the run.
-        config: The settings with all rates.
+        config: The settings with all rates, as from `rates.planned`.
         mean: The trajectories of the estimate.
         rates: Rates with their uncertainties.
-        lengths: Shortest and longest trajectories, if the lengths are assumed.
+        lengths: Shortest and longest trajectories, if the lengths are assumed; () leaves lengths out.
         signal: True if the share of groups with a signal is assumed and matters.
     """
     estimate = seconds(config, mean)

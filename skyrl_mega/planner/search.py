@@ -186,7 +186,8 @@ def search(
         config: The settings.
         hf: The model's config.json.
         gpus: Number of GPUs; None takes all GPUs of the settings.
-        goes_on: Called after each evaluated setting; returns False to end the search.
+        goes_on: Called after each evaluated setting, also with larger numbers of GPUs (`SearchState.gpus`) if nothing
+            fits; returns False to end the search, which then returns its result so far.
 
     Raises:
         UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate

@@ -68,7 +68,7 @@ class SharedGpu:
 
     def largest_budget(self, strict: bool) -> float:
         """Returns the largest budget of the engine in bytes (`EngineMemory.budget`) that fits beside the policy in
-        every phase with a KV cache.
+        every phase with a KV cache; may be smaller than the weights, or negative.
 
         Args:
             strict: True to use plain estimates, False to subtract the margin.
@@ -100,13 +100,14 @@ def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
 def misfit(
     config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]
 ) -> UserError | None:
-    """Returns the error for the fullest GPU if policy and engine do not fit together, else None.
+    """Returns, without raising it, the error for the fullest GPU if policy and engine do not fit together, else None,
+    also without a shared GPU.
 
     The message names the phase, the memory by kind, and settings that would fit.
 
     Args:
         config: The settings.
-        gpus: A shared GPU of each pipeline stage.
+        gpus: A shared GPU of each pipeline stage (`shared_gpus`).
         strict: Use plain estimates, without subtracting the margin.
         allowed: Returns True if settings pass all other checks.
     """

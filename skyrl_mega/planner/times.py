@@ -98,7 +98,8 @@ def step_time(
         decoder: The model.
         parallel: The policy's grid.
         sync: Seconds of the planned weight sync; None assumes a single copy of the model into a node.
-        trajectories: Lengths and environments; None assumes `length_share` of the limits and environments without time.
+        trajectories: Lengths and environments, instead of `length_share`; None assumes `length_share` of the limits,
+            and environments without time.
     """
     sizes, played = batch(config, parallel), trajectories or assumed(config, parallel)
     if trajectories is not None:
@@ -165,7 +166,10 @@ def rollout_times(
         decoder: The model.
         sizes: Sizes of the step.
         trajectories: Lengths and environments.
-        prompts: Prompts of each round; None takes the rounds of dynamic sampling.
+        prompts: Number of prompts of each round; None takes the rounds of dynamic sampling.
+
+    Returns:
+        Seconds of the engines over all rounds, and the seconds to add to them for environments.
     """
     batches = (replace(sizes, prompts=n) for n in prompts or dynamic.rounds(config, trajectories.signal))
     times = [
@@ -252,7 +256,8 @@ def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
-    """Estimates the policy's seconds in a step: (all optimizer steps, all log-prob passes, a reference's included)."""
+    """Estimates the policy's seconds in a step: (all optimizer steps, all log-prob passes, a reference's included; 0 if
+    the settings need none)."""
     size = itemsize(config)
     train, forward = _pass_times(config, decoder, parallel, sizes)
     train *= sizes.epochs

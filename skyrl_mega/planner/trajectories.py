@@ -43,8 +43,8 @@ class Trajectories:
         return max(tokens * token_s + seconds for tokens, seconds in self.sample) - alone
 
     def scaled(self, factor: float, limit: float) -> Trajectories:
-        """Returns trajectories with all lengths multiplied by `factor`, and at most `limit` tokens of the policy
-        each."""
+        """Returns new trajectories with all lengths multiplied by `factor`, `read` included, and at most `limit` tokens
+        of the policy each; seconds of environments stay."""
         sample = tuple((min(limit, tokens * factor), seconds) for tokens, seconds in self.sample)
         return replace(self, read=self.read * factor, written=min(limit, self.written * factor), sample=sample)
 
@@ -63,7 +63,8 @@ def of_batch(config: Config, sizes: StepSizes) -> Trajectories:
 
 
 def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Trajectories:
-    """Returns trajectories with every prompt and response at its limit, otherwise like the given ones."""
+    """Returns new trajectories with every prompt and response at its limit, and environment seconds and `signal` of
+    `like`."""
     limits = assumed(_with_share(config, 1.0), parallel)
     sample = tuple((limits.written, seconds) for _, seconds in like.sample)
     return replace(like, read=limits.read, written=limits.written, sample=sample)
@@ -77,8 +78,8 @@ def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
 
 
 def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories) -> tuple[Config, StepSizes]:
-    """Returns settings with the mean length of these trajectories (`with_lengths`), and the sizes of a step with
-    these trajectories."""
+    """Returns new settings with the mean length of these trajectories (`with_lengths`), and the sizes of a step with
+    these trajectories: `generated` is `trajectories.written`."""
     config = with_lengths(config, parallel, trajectories.mean)
     return config, replace(batch(config, parallel), generated=trajectories.written)
 
