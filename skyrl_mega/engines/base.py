@@ -162,7 +162,7 @@ class Engine(Protocol):
     async def wake(self, parts: Sequence[str]) -> None:
         """Allocates memory for parts again. Resumes computing once all parts are present and the weights are defined.
 
-        Weights are undefined until a sync; the cache is empty.
+        Dropped weights are undefined until a sync; the cache is empty.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already present stay.

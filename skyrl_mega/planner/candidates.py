@@ -116,7 +116,8 @@ def near(config: Config, key: str, *, coarse: bool = False) -> list[Change]:
     Args:
         config: The settings.
         key: A key of `KNOBS`.
-        coarse: True to only double or halve whole numbers.
+        coarse: True to keep only whole numbers that are the value times, or divided by, a power of two; does not
+            concern `policy.micro_tokens`, and values that are no whole numbers.
     """
     settings = value_of(config, key.rpartition(".")[0])
     if settings is None:

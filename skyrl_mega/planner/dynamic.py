@@ -23,7 +23,7 @@ def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
 
 def trained(config: Config, signal: float = SIGNAL_SHARE) -> int:
     """Estimates the number of groups trained on in a step: `data.prompts_per_step`, or fewer if all rounds of dynamic
-    sampling together yield fewer groups with a signal."""
+    sampling together yield fewer groups with a signal, and `dynamic_sampling.mode` is not replace."""
     wanted = config.data.prompts_per_step
     settings = config.algorithm.dynamic_sampling
     if not settings.enabled or settings.mode == "replace":  # copies fill the step up

@@ -108,7 +108,8 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
     sequence of maximum length.
 
     If some divisions keep the policy's FP8 blocks whole, returns only these. Engines of several nodes are returned only
-    if no engine fits inside a node. [] if no division fits.
+    if no engine fits inside a node. [] if no division fits. A policy on the same GPUs is not considered here, but in
+    `fastest_engines`.
     """
     sizes = [(tensor, 1) for tensor in range(1, config.cluster.gpus_per_node + 1)]
     choices = _placed(config, _choices(config, decoder, workers, sizes))

@@ -176,8 +176,8 @@ def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, r
 
 
 def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
-    """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; none if NUMA
-    nodes are unknown.
+    """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; [] on CPUs, and
+    if `cluster.numa_nodes` or `cluster.host_memory_gib` is null.
 
     Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n.
     """

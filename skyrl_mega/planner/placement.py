@@ -47,7 +47,7 @@ def nodes(config: Config) -> list[PlannedNode]:
 
 
 def as_ranges(numbers: Sequence[int]) -> str:
-    """Returns numbers as text, with consecutive numbers as a range: `0-3,8`; `·` for none."""
+    """Returns numbers as text, in ascending order, with consecutive numbers as a range: `0-3,8`; `·` for none."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and parts[-1][-1] == n - 1:

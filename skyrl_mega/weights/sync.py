@@ -115,7 +115,8 @@ class WeightSync:
             Metrics of the successful transfer: `time/sync/*` in seconds and `sync/*`.
 
         Raises:
-            ActorFailed: A policy rank failed, or no engine could be updated; carries the root cause.
+            ActorFailed: A policy rank failed, no engine could be restarted, or `BLAMELESS` attempts in a row failed
+                without an engine to blame; carries the root cause.
             UserError: A process rejected the settings.
         """
         blameless = 0

@@ -75,11 +75,11 @@ class VllmEngine:
         """Loads the model, generates a first token and returns the size of the KV cache.
 
         Args:
-            former: Facts of the previous engine in this place; the cache gets the same size. None for the first
-                engine.
+            former: Facts of the previous engine in this place; the cache gets the same size. None for the first engine.
 
         Raises:
             UserError: vLLM rejects the settings, or computes on another device here.
+            Exception: vLLM's own error, for example if the GPU has too little memory.
         """
         from pydantic import ValidationError
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -378,6 +378,8 @@ class VllmEngine:
 
     async def wake(self, parts: Sequence[str]) -> None:
         """Allocates memory for parts again. Resumes computing once all parts are present and the weights are defined.
+
+        Dropped weights are undefined until a sync; the cache is empty.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already present stay.

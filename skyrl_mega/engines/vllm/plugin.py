@@ -15,7 +15,8 @@ MAY_HOLD = "skyrl_mega_may_hold"
 
 
 def register() -> None:
-    """Registers our weight-transfer engine and tokenizers with vLLM. May be called again in the same process."""
+    """Registers our weight-transfer engine and tokenizers with vLLM, and on a CPU repairs the router of experts
+    (`cpu_router`). May be called again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
     from vllm.renderers.registry import RENDERER_REGISTRY

@@ -178,8 +178,8 @@ def _has_content(message: EngineCoreOutputs) -> bool:
 
 
 def merged(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Merges the outputs of a request, in order, into the last, which is changed and returned. All but the last contain
-    only tokens and log-probs."""
+    """Merges the outputs of a request, at least one and in order, into the last, which is changed and returned. All but
+    the last contain only tokens and log-probs."""
     *before, last = outputs
     if before:
         last.new_token_ids = [token for output in outputs for token in output.new_token_ids]

@@ -158,7 +158,9 @@ class CudaMemory:
         return constants
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Frees the memory of a part, and memory cached by torch."""
+        """Frees the memory of a part, "engine_weights" or "kv_cache", and memory cached by torch. `tensors` is not
+        used, as the allocator knows the part's memory; constants in it are lost too unless saved
+        (`MemoryParts.drop`)."""
         self.dropped.add(part)
         self.allocator.discard(TAGS[part])
         gc.collect()

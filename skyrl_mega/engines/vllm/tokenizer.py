@@ -14,7 +14,11 @@ class VerifiedTokenizer:
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> Any:
         """Returns the tokenizer of the directory `path`, verified by `hf_checkpoint.tokenizer.load`, with vLLM's cached
-        attributes. Ignores `options`."""
+        attributes. Ignores `options`.
+
+        Raises:
+            UserError: The tokenizer cannot be loaded, or loses text.
+        """
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         return get_cached_tokenizer(load(Path(path), "model.path"))

@@ -86,7 +86,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives every box of this worker's shard; a layer is processed when complete.
+        """Receives every box of this worker's shard; a layer is processed when complete. To be called after
+        `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must follow.
 
         Raises:
             RuntimeError: `init_transfer_engine` was not called before.
@@ -190,8 +191,8 @@ class WorkerExtension:
             self.parts.drop(part)
 
     def bring_back(self, parts: list[str]) -> None:
-        """Allocates the memory of these parts again: the cache is empty, and the weights are undefined until an
-        update."""
+        """Allocates the memory of these parts again: the cache is empty, and the weights are undefined until an update.
+        `drop` must have been called before; parts that are present stay."""
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)

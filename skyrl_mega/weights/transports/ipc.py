@@ -239,7 +239,8 @@ class SharedBuffers:
         return self.flat[number * self.size : (number + 1) * self.size]
 
     def handle(self) -> bytes:
-        """Returns a JSON handle for opening the memory on a GPU from another process; empty on a CPU."""
+        """Returns a JSON handle for opening the memory on a GPU from another process; empty on a CPU, where
+        `descriptor` is shared instead, and for buffers of no bytes."""
         if self.flat.device.type == "cpu" or not self.flat.numel():
             return b""
         fields = self.flat.untyped_storage()._share_cuda_()
