@@ -77,7 +77,7 @@ def activations(
         decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.
         pp: Pipeline stage of the rank, from 0.
         itemsize: Bytes of an activation element.
-        recompute: `policy.recompute`, for Transformer Engine's layers.
+        recompute: `policy.recompute`; selective and moe only for Transformer Engine's layers.
         logit_chunk: Tokens with logits in memory at once; None with the fused head.
         offload_layers: `policy.offload_layers`.
         token_bytes: Bytes per token of a packed micro-batch.
@@ -152,7 +152,7 @@ def layer(
     Args:
         decoder: The model.
         parallel: The grid of ranks.
-        tokens: Tokens of the micro-batch on a rank.
+        tokens: Tokens of the micro-batch on a context rank, not divided by tensor parallelism.
         itemsize: Bytes of an activation element.
         moe: True for a MoE layer, False for a dense layer.
         imbalance: Tokens of the rank's experts, relative to an even distribution (1.0).
@@ -184,7 +184,7 @@ def kept_layer(
     Args:
         decoder, parallel: See `layer`.
         pp: Pipeline stage, from 0.
-        tokens: Tokens of the micro-batch on a rank.
+        tokens: Tokens of the micro-batch on a context rank, not divided by tensor parallelism.
         itemsize: Bytes of an activation element.
         recompute: `policy.recompute`, except full.
         spec: Implementation of the layers.
@@ -217,7 +217,7 @@ def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int,
     Args:
         decoder: The model.
         parallel: The grid of ranks.
-        tokens: Tokens of the micro-batch on a rank.
+        tokens: Tokens of the micro-batch on a context rank, not divided by tensor parallelism.
         itemsize: Bytes of an element of the hidden states.
         chunk: Tokens with logits in memory at once; None with the fused head.
     """

@@ -118,7 +118,7 @@ def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: boo
         tensor: Tensor parallelism.
         data: Data-parallel replicas inside the engine.
         experts_dealt: True if whole experts are distributed over the workers.
-        worker: Number of the worker.
+        worker: Number of the worker in the engine, from 0.
     """
     total = Elements()
     for kind, count in decoder.layer_counts():

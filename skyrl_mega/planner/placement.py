@@ -31,7 +31,7 @@ class PlannedNode:
 
 def nodes(config: Config) -> list[PlannedNode]:
     """Returns the ranks and engine workers of every node used by the run, in the order of nodes; see
-    `cluster.run_placement`."""
+    `cluster.run_placement`. If the settings do not fit, there are more than `cluster.nodes` nodes, without an error."""
     placement = plan_placement(config)
     size = engine_ranks(config.rollout)
     planned = [PlannedNode() for _ in range(placement.nodes)]

@@ -224,7 +224,7 @@ def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
     """Returns a function: number of sequences running on an engine → estimated seconds of a decoding step, in which
-    every sequence gets a token. The sequences are `mean` tokens long."""
+    every sequence gets a token. The sequences are `mean` tokens long, prompt included."""
     rollout, rates = config.rollout, config.cluster.rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
@@ -246,7 +246,7 @@ def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
 
     Args:
         config: The settings.
-        tokens: Capacity of the engine's KV cache in tokens.
+        tokens: Capacity of the engine's KV cache in tokens (`EngineMemory.tokens`).
         sizes: Sizes of the step.
     """
     rollout = config.rollout

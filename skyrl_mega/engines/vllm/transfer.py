@@ -242,8 +242,8 @@ class WorkerExtension:
             self.recorder.forget()
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
-        """Returns the routes of the requests with these names (`routes.TokenRoutes.packed`), and forgets them; None for
-        an unknown request. [] from a worker other than rank 0.
+        """Returns the routes of the requests with these names (`Request.id`), each as `routes.TokenRoutes.packed` gives
+        them, and forgets the requests; None for an unknown request. [] from a worker other than rank 0.
 
         `record_routes` must have been called, for a model with experts.
         """
