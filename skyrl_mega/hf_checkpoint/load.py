@@ -104,11 +104,10 @@ def save(
     file_bytes: int = 4 << 30,
     timeout_s: float = 600.0,
 ) -> None:
-    """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective: every rank
-    calls it, and returns when the directory is complete.
+    """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective of all ranks.
 
-    The directory appears when every file is written, and replaces an older directory recognised by `exported`. Tensors
-    of the source unknown to the model are copied (`copied`).
+    The directory appears when every file is written, before any rank returns, and replaces an older directory
+    recognised by `exported`. Tensors of the source unknown to the model are copied (`copied`).
 
     Args:
         path: The directory to write.

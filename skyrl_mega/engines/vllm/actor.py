@@ -137,8 +137,7 @@ class VllmEngine:
             EngineDied: vLLM's process is gone, or no request got a token for `rollout.request_timeout_s`.
             NotReady: A part is asleep, or weights are undefined.
             WrongRoutes: Expert routes of a completion are missing or do not fit the request.
-            Exception: vLLM's own error for a request, such as ValueError for a prompt that is too long. After any error
-                the other requests of the call are ended.
+            Exception: vLLM's own for a request, as for a prompt that is too long; ends the call's other requests.
         """
         self.presence.check()
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()

@@ -104,15 +104,11 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
     """Returns vLLM's engine arguments: ours, those that the model's blocks need, and `rollout.options`.
 
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
-    process may allocate or free memory of the GPU. A restarted engine uses the first engine's result.
+    process may allocate or free memory of the GPU. Raises UserError if config.json cannot be used.
 
     Args:
         spec: The engine's definition.
-        former: Facts of the previous engine in this place, with the cache size to use again; None for the first. Unused
-            on a CPU, where the settings give the size.
-
-    Raises:
-        UserError: The directory's config.json cannot be read, or the model is not supported.
+        former: Facts of the previous engine here, to use its cache size again; None for the first. Unused on a CPU.
     """
     from vllm.config import WeightTransferConfig
 

@@ -120,9 +120,8 @@ def rank_program(
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
-    A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order. `owners` is
-    the result of `ipc.device_owners`; `source_base` and `target_base` are the process numbers of source and target 0.
-    All arguments but `role` must be the same in every process, or messages do not match.
+    A device owner gets no buckets to read, a device peer no steps, only buckets in the owner's order. All arguments but
+    `role` must agree between processes. `owners`: from `ipc.device_owners`; `…_base`: process number of rank 0.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
