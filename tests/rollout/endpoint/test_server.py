@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +253,20 @@ def test_replies_do_not_wait_for_acknowledgements(opened: Opened, endpoint_serve
             for connection in endpoint_server._http.server_state.connections
         ]
     assert options and all(options)
+
+
+def test_a_closed_endpoint_releases_its_session(
+    endpoint_server: EndpointServer, rollouts: asyncio.AbstractEventLoop
+) -> None:
+    session = ScriptedSession()
+    endpoint = endpoint_server.open(session, rollouts)
+    with httpx.Client(headers={"x-api-key": endpoint.key}) as client:  # the connection outlives the session
+        assert client.post(endpoint.url + CHAT, json=BODY).status_code == 200
+        assert client.post(f"{endpoint.url}/v1/responses", json={"input": "hi"}).status_code == 200
+        endpoint_server.close(endpoint)
+        remains, url = weakref.ref(session), endpoint.url
+        del session, endpoint
+        assert client.post(url + CHAT, json=BODY).status_code == 401
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), rollouts).result(60)
+        gc.collect()
+        assert remains() is None
