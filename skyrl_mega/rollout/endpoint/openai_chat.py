@@ -105,7 +105,8 @@ def message(entry: Mapping[str, Any], place: str) -> Message:
         return {"role": role, "content": content} | {
             name: entry[name] for name in ("tool_call_id", "name") if isinstance(entry.get(name), str)
         }
-    return {"role": role, "content": content}
+    # many templates drop the role developer without a word
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def function_tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:

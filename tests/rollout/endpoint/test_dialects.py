@@ -155,6 +155,13 @@ def test_responses_are_read() -> None:
     assert RESPONSES.read({"input": "hi"}).messages == [USER]
 
 
+def test_instructions_of_a_developer_are_the_systems() -> None:
+    told = {"role": "developer", "content": "be brief"}
+    expected = [{"role": "system", "content": "be brief"}, USER]
+    assert CHAT.read({"messages": [told, USER]}).messages == expected
+    assert RESPONSES.read({"input": [told, USER]}).messages == expected
+
+
 def test_tokens_are_read() -> None:
     sampling = {"max_tokens": 4, "stop": ["END"], "temperature": 1.0, "logprobs": 0}
     request = TOKENS.read({"token_ids": [5, 6], "sampling_params": sampling, "priority": 3})
