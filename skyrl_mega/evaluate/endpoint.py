@@ -199,7 +199,7 @@ class EndpointClient:
                 f"{url} gave no answer in {ATTEMPTS} attempts; the last: {self._without_key(str(error))}; an attempt "
                 f"takes at most rollout.request_timeout_s = {self.timeout_s:g}"
             ) from None  # the cause may repeat the key
-        except Malformed as error:
+        except (Malformed, httpx.DecodingError) as error:  # neither JSON nor the compression that it names
             raise EndpointFailed(f"{self.endpoint.url} did not answer as OpenAI's chat completions: {error}") from error
         message = self._without_key(error_text(response, data))
         if response.status_code == 400 and any(words in message for words in TOO_LONG):

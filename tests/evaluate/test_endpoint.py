@@ -125,6 +125,12 @@ def test_another_form_is_named(fake: Fake) -> None:
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500, body[:100]
 
 
+def test_a_broken_compression_is_named(fake: Fake) -> None:
+    fake.script.append((200, {"Content-Encoding": "gzip"}, "no gzip"))
+    with pytest.raises(EndpointFailed, match="did not answer as OpenAI's chat completions"):
+        talk(fake)
+
+
 def test_an_answer_without_end_is_not_read(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "MOST_BYTES", 10_000)
     fake.script.append((200, {}, replied(content="a" * 20_000)))
