@@ -17,7 +17,10 @@ SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
 """Default limits of a sandboxed program: memory per process, and disk."""
 LEAST_TOTAL_MIB, SHARE = 8192, 8
 """Memory limit for all programs of an environment together: LEAST_TOTAL_MIB, or the node's memory / SHARE if larger."""
-SANDBOXES = {"python": "sandbox", "lcb": "sandbox", "text2sql": "sandbox", "swe": "session_options"}
+SANDBOXES = {
+    **dict.fromkeys(("python", "lcb", "text2sql", "harness"), "sandbox"),
+    "swe": "session_options",
+}
 """Environment → key of the sandbox limits in `environment.options.<name>`."""
 SESSIONS = ("swe",)
 """Environments with a disk kept from step to step: every running trajectory owns a disk."""
@@ -66,8 +69,9 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     default_total = default_total_mib(node * 1024 if node is not None else machine_mib())
     total = 0.0
     for name, key in SANDBOXES.items():
-        if name in named:
-            limits = (config.environment.options.get(name) or {}).get(key) or {}
+        options = config.environment.options.get(name) or {}
+        if name in named and options.get("confined", True):
+            limits = options.get(key) or {}
             disks = trajectories if name in SESSIONS else min(trajectories, config.environment.workers)
             total += limits.get("total_mib", default_total) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
     return total

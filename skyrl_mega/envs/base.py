@@ -103,6 +103,16 @@ class BaseTextEnv:
         """
 
     @classmethod
+    def with_absolute_paths(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the options with absolute file paths, for processes started in another folder; the default returns
+        them unchanged.
+
+        Args:
+            options: `environment.options.<name>` of the configuration, without defaults.
+        """
+        return options
+
+    @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine that cannot run this environment; called once the data that use the environment are in
         place.

@@ -10,6 +10,7 @@ from pathlib import Path
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
+from skyrl_mega.envs.agent import AgentEnv
 from skyrl_mega.envs.validate import BadOutput
 
 PACKAGE = Path(__file__).parents[1]
@@ -23,7 +24,8 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
 
     The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,
     the innermost frame in the environment's own folder. Without such a frame, or without an exception (a step timed out
-    or broke the contract), the place is the definition of the class's `step`, or of the reward function.
+    or broke the contract), the place is the definition of the class's `step`, of an agent's `run`, or of the reward
+    function.
 
     Args:
         error: The exception raised by the environment.
@@ -34,7 +36,8 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
     frames = traceback.extract_tb(raised.__traceback__) if raised else []
     try:
         cls = registry.resolve(name, config)
-        source = inspect.getsourcefile(step := getattr(cls, "users_code", cls.step))
+        method = cls.run if issubclass(cls, AgentEnv) else cls.step
+        source = inspect.getsourcefile(step := getattr(cls, "users_code", method))
         env_file = Path(source or "").absolute()
     except (UserError, TypeError, OSError):
         return None

@@ -7,17 +7,20 @@ from functools import cache
 from types import FunctionType
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.agent import AgentEnv
 from skyrl_mega.envs.tools import ToolEnv
 
 METHODS = {"init": ("prompt",), "step": ("action",), "close": ()}
 """Method → positional arguments of a run's call."""
+AGENT_METHODS = {"init": ("prompt",), "run": ("endpoint", "prompt"), "close": ()}
+"""The same for an `AgentEnv`."""
 
 
 def check(cls: type, key: str, path: str) -> None:
     """Checks that a run can create and call a class.
 
     Args:
-        cls: Class with the methods of `METHODS`.
+        cls: Class with the methods of `METHODS`, or of `AGENT_METHODS`.
         key: Setting with the class's path, for errors.
         path: The class's path, for errors.
 
@@ -40,7 +43,8 @@ def _wrong_call(cls: type) -> tuple[str, str] | None:
         problem = f"{cls.__name__} cannot be created by {cls.__name__}(env_config=…, extras=…): {error}"
         return problem, "__init__(self, env_config=None, extras=None)"
     is_judged = issubclass(cls, ToolEnv) and cls.step is ToolEnv.step
-    for name, arguments in (METHODS | ({"judge": ("answer",)} if is_judged else {})).items():
+    methods = AGENT_METHODS if issubclass(cls, AgentEnv) else METHODS
+    for name, arguments in (methods | ({"judge": ("answer",)} if is_judged else {})).items():
         method = inspect.getattr_static(cls, name)
         if isinstance(method, FunctionType):  # other callables may bind their arguments in ways of their own
             error = _refusal(inspect.signature(method, follow_wrapped=False), cls, *arguments)

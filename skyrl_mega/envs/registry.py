@@ -17,6 +17,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.schema.environment import REWARD_FUNCTION
 from skyrl_mega.envs import calls, reward_function, skyrl, skyrl_gym
+from skyrl_mega.envs.agent import AgentEnv
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.tools import ToolEnv, calls_tools, definitions
@@ -28,6 +29,7 @@ BUILT_IN: Mapping[str, str] = {
     "gsm8k": "skyrl_mega.envs.gsm8k.env:Gsm8kEnv",
     "gsm8k_multi_turn": "skyrl_mega.envs.gsm8k_multi_turn.env:Gsm8kMultiTurnEnv",
     "gym": "skyrl_mega.envs.gym.env:GymEnv",
+    "harness": "skyrl_mega.envs.harness.env:HarnessEnv",
     "lcb": "skyrl_mega.envs.lcb.env:LcbEnv",
     "math": "skyrl_mega.envs.math.env:MathEnv",
     "multiply": "skyrl_mega.envs.multiply.env:MultiplyEnv",
@@ -41,7 +43,7 @@ BUILT_IN: Mapping[str, str] = {
 ROW_HOOKS = ("wrong_row", "wrong_ground_truth")
 """Methods of an environment that may refuse a row."""
 
-CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
+CONTRACT = ("AgentEndpoint", "AgentEnv", "BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
 """Names from this package used by a pasted environment class."""
 CONTRACT_IMPORT = f"from skyrl_mega.envs import {', '.join(CONTRACT)}"
 
@@ -269,13 +271,22 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
-    """Returns the configuration with absolute paths of the `file.py:Name` classes and functions, for processes started
-    in another folder; import paths stay as they are."""
-    classes = {name: _absolute(path) for name, path in config.classes.items()}
-    return replace(config, classes=classes, reward_function=_absolute(config.reward_function or "") or None)
+    """Returns the configuration with absolute paths of the `file.py:Name` classes and functions, and of files named by
+    options, for processes started in another folder; import paths stay as they are."""
+    classes = {name: absolute(path) for name, path in config.classes.items()}
+    options = {name: _absolute_options(name, given, config) for name, given in config.options.items()}
+    return replace(
+        config, classes=classes, options=options, reward_function=absolute(config.reward_function or "") or None
+    )
 
 
-def _absolute(path: str) -> str:
+def _absolute_options(name: str, given: Any, config: EnvironmentConfig) -> Any:
+    cls = resolve(name, config)
+    return cls.with_absolute_paths(given) if given and issubclass(cls, BaseTextEnv) else given
+
+
+def absolute(path: str) -> str:
+    """Returns an import path with an absolute path of the file, if it names a file."""
     source, _, attribute = path.rpartition(":")
     return f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else path
 
@@ -304,7 +315,11 @@ def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:
             key=key,
             value=path,
         )
-    if issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
+    if issubclass(cls, AgentEnv):
+        if cls.run is AgentEnv.run:
+            fix = "write `def run(self, endpoint, prompt)`, which runs the agent and grades it"
+            raise UserError(f"{attribute} has no run", key=key, value=path, fix=fix)
+    elif issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
         raise UserError(
             f"{attribute} has no step", key=key, value=path, fix="write `def step(self, action)`, which judges a turn"
         )

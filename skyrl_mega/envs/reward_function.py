@@ -60,9 +60,10 @@ class RewardFunctionEnv(BaseTextEnv):
             else:
                 signature.bind(**dict.fromkeys(given), **options)
         except TypeError as error:
-            name = cls.setting.rpartition(".")[2]
+            inner = cls.setting.startswith("environment.options.")
+            further = f"{cls.setting}_options" if inner else f"environment.options.{cls.setting.rpartition('.')[2]}"
             text = f"{_name(cls.function)} cannot be called with {', '.join((*given, *options))}: {error}"
-            fix = f"further arguments are environment.options.{name}"
+            fix = f"further arguments are {further}"
             raise UserError(text, key=cls.setting, fix=f"add **kwargs; {fix}" if cls.takes_lists else fix) from error
 
     @classmethod

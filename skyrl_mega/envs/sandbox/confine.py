@@ -79,6 +79,11 @@ def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -
     """
     active, absent = result["active"], result["absent"]
     outside = os.path.realpath(request["folder"] or request["scratch"])
+    if not request["confined"]:
+        os.chdir(outside)
+        _add_paths(request, outside)
+        _write(request["files"])
+        return False
     os.close(tree.enter(outside))  # an earlier command may have locked the folder
     work, readable, writable = outside, [*SYSTEM_PATHS, *request["read"]], [outside, *DEVICES]
     owner = os.geteuid()
@@ -96,6 +101,7 @@ def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -
             absent["mount namespace"] = str(error)
     os.chdir(work)
     request["env"] |= {"HOME": work, "TMPDIR": work}
+    _add_paths(request, work)
     shared = not namespaces
     if owner != os.geteuid():
         os.setgroups([])
@@ -109,6 +115,10 @@ def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -
     _restrict(request, result, (readable, writable), shared, counted)
     active["limits"] = ["rlimit"]
     return counted
+
+
+def _add_paths(request: dict[str, Any], work: str) -> None:
+    request["env"] |= {name: os.path.join(work, path) for name, path in request["paths"].items()}
 
 
 def _write(files: dict[str, str]) -> None:
@@ -138,8 +148,9 @@ def _restrict(
     try:
         if "seccomp" in request["disabled"]:
             raise OSError("switched off")
-        syscalls.confine(shared, counted)
-        active.setdefault("network", []).append("seccomp")
+        syscalls.confine(shared, counted, request["sockets"])
+        if not request["sockets"]:
+            active.setdefault("network", []).append("seccomp")
         if shared:
             for name in ("files", "processes"):
                 if name in active:

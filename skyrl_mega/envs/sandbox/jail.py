@@ -24,6 +24,7 @@ from typing import Any, TextIO
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 import confine
 import kernel
+import listen
 from watch import Watch, descendants
 
 NICE = 10
@@ -59,6 +60,8 @@ def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
     """
     result: dict[str, Any] = {"active": {}, "absent": {}, "stopped": None}
     namespaces = confine.enter_namespaces(request, result)
+    if request["channel"] is not None:
+        _send_listener(request["channel"], namespaces, result)
     if not namespaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     status, writing = os.pipe()
@@ -75,6 +78,19 @@ def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
         _kill_descendants()
     result.update(reported)
     return result
+
+
+def _send_listener(channel: int, namespaces: bool, result: dict[str, Any]) -> None:
+    """Sends the host a socket that listens in this network namespace; without the socket, the confinement of the
+    network counts as missing, because the command could not reach its endpoint."""
+    try:
+        if not namespaces:
+            os.close(channel)
+            raise OSError("no network namespace")
+        listen.send_listener(channel)
+    except OSError as error:
+        result["absent"]["loopback"] = str(error)
+        result["active"].pop("network", None)
 
 
 def _watch(request: dict[str, Any], child: int, status: int, result: dict[str, Any], report: TextIO) -> dict[str, Any]:
@@ -110,7 +126,8 @@ def _watch(request: dict[str, Any], child: int, status: int, result: dict[str, A
 def _watcher(request: dict[str, Any], init: int, counted: bool) -> Watch:
     limits = request["limits"]
     folder = (request["folder"] or request["scratch"]) if counted else None
-    return Watch(folder, limits["disk"], limits["inodes"], limits["file"], init, memory=request["group"] is None)
+    memory = request["confined"] and request["group"] is None
+    return Watch(folder, limits["disk"], limits["inodes"], limits["file"], init, memory)
 
 
 def _init(request: dict[str, Any], result: dict[str, Any], namespaces: bool, status: int) -> None:
@@ -155,7 +172,10 @@ def _run(request: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
     if child == 0:
         try:
             os.dup2(stdin, 0)
-            _limit(request["limits"])
+            if request["confined"]:
+                _limit(request["limits"])
+            else:
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing else ties it to a killed launcher
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             os.set_inheritable(status, False)

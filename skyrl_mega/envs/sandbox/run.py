@@ -8,11 +8,13 @@ import os
 import secrets
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,13 +23,15 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, default_total_mib, machine_mib
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
-from skyrl_mega.envs.sandbox import budget, folders, tree
+from skyrl_mega.envs.sandbox import budget, folders, interpreter, tree, variables
+from skyrl_mega.envs.sandbox.listen import Listener
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
 
 CONFINEMENTS = {
     "files": "reads and writes its own folder, reads the system's programs (mount namespace, or Landlock; with seccomp "
     "where it has no user of its own)",
-    "network": "opens no socket (network namespace or seccomp)",
+    "network": "opens no socket (network namespace or seccomp); with an endpoint, reaches nothing else (network "
+    "namespace)",
     "processes": "neither sees, signals nor slows other processes (PID namespace, a user of its own, or Landlock 6 "
     "with seccomp)",
     "limits": "CPU, memory, processes, file size, open files (setrlimit)",
@@ -37,12 +41,13 @@ CONFINEMENTS = {
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
 """Upper bound of every limit: a million seconds, MiB, processes."""
-INTERPRETER_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
-"""Parts of a Python installation that are readable inside."""
 KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a command after the kernel killed a process; a shell reports 128 + SIGKILL for a killed child."""
 GRACE_S = 10.0
 """Seconds for the jail to report after its time is up."""
+
+MECHANISMS = ("namespaces", "landlock", "seccomp")
+"""Values of `Sandbox.disabled`."""
 
 NEEDS = {
     "files": "Linux 5.13 with Landlock, or user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container "
@@ -112,6 +117,8 @@ class Sandbox:
         read: Additional readable files and folders, at their own paths.
         disabled: Mechanisms not used (`namespaces`, `landlock`, `seccomp`), as on a machine without them.
         name: Name of the shared budget: commands of all sandboxes of one name share `total_mib`.
+        confined: False runs commands as plain processes of this user, without confinements and limits besides the time
+            and the output. All their processes still end with the command, or with this process.
     """
 
     limits: CommandLimits = CommandLimits()
@@ -119,6 +126,7 @@ class Sandbox:
     read: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
     name: str = "sandbox"
+    confined: bool = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None, key: str, default: CommandLimits | None = None) -> Sandbox:
@@ -174,6 +182,8 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         workspace: Workspace | None = None,
         limits: CommandLimits | None = None,
+        environment: Mapping[str, str | Path] | None = None,
+        serve: Callable[[socket.socket], None] | None = None,
     ) -> SandboxResult:
         """Runs a command and waits for its end; all its processes are dead on return. A failed command, or one ended by
         a limit, is no error: see `SandboxResult.status`.
@@ -185,6 +195,11 @@ class Sandbox:
             workspace: Working folder, kept afterwards; without a workspace, the working folder is empty and deleted
                 afterwards.
             limits: Limits replacing the sandbox's own.
+            environment: Further environment variables; a relative `Path` names a file of the working folder, and the
+                command receives the absolute path.
+            serve: Receives a socket that listens on `listen.HOST` and `listen.PORT` in the network namespace of the
+                command, which may then open sockets and reaches only this address. Without a network namespace, and
+                unconfined, `serve` is not called, and the command has the network of this process.
 
         Raises:
             UserError: The machine lacks a required confinement.
@@ -194,14 +209,19 @@ class Sandbox:
         scratch = folders.make()
         try:
             request = _request(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
-            return _execute(request, limits, budget.shared(self.name, limits.total_mib))
+            for name, value in (environment or {}).items():
+                request["paths" if isinstance(value, Path) else "env"][name] = str(value)
+            listener = Listener(serve) if serve is not None and self.confined else None
+            request["sockets"] = listener is not None
+            with closing(listener) if listener is not None else nullcontext():
+                return _execute(request, limits, budget.shared(self.name, limits.total_mib), listener)
         finally:
             tree.remove(scratch)
 
     def workspace(self) -> Workspace:
         """Creates a folder that keeps files between commands; `disk_mib` limits the content. The caller closes the
         workspace."""
-        return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
+        return Workspace(_bytes(self.limits.disk_mib), self.confined and "namespaces" not in self.disabled)
 
 
 def settings(default: CommandLimits) -> dict[str, Option]:
@@ -248,21 +268,21 @@ def _request(
     limits: CommandLimits,
     scratch: str,
 ) -> dict[str, Any]:
-    path_env = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
-    quiet_env = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     own_uid = secrets.randbelow(1 << 24) + 2_000_000_000  # unique, so the process limit applies to this command alone
     return {
         "argv": list(argv),
-        "env": {**path_env, **quiet_env},
+        "env": variables.inside() if box.confined else variables.of_this_user(),
+        "paths": {},
         "stdin": stdin,
         "files": dict(files),
         "folder": workspace.place if workspace is not None else None,
         "namespaces": dict(workspace.namespaces) if workspace is not None else {},
         "scratch": _make_folder(scratch, "work"),
         "root": _make_folder(scratch, "root"),
-        "read": sorted({*_interpreter(), *box.read}),
-        "need": [name for name in CONFINEMENTS if name not in box.without],
-        "disabled": list(box.disabled),
+        "read": sorted({*interpreter.paths_of_this(), *box.read}),
+        "need": [name for name in CONFINEMENTS if name not in box.without] if box.confined else [],
+        "disabled": list(box.disabled) if box.confined else list(MECHANISMS),
+        "confined": box.confined,
         "uid": own_uid if workspace is None else _owner(workspace.folder, own_uid),
         "limits": {
             "cpu": int(limits.cpu_s),
@@ -274,16 +294,6 @@ def _request(
             "open_files": int(limits.open_files),
         },
     }
-
-
-def _interpreter() -> Iterator[str]:
-    """Yields the paths needed by this interpreter, under each possible prefix; other site files are left out."""
-    for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
-        for folder in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
-            for part in INTERPRETER_PARTS:
-                if os.path.exists(path := os.path.join(folder, part)):
-                    yield path
-                    yield os.path.realpath(path)
 
 
 def _bytes(mib: float) -> int:
@@ -302,8 +312,12 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budget) -> SandboxResult:
-    request["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
+def _execute(
+    request: dict[str, Any], limits: CommandLimits, shared: budget.Budget, listener: Listener | None
+) -> SandboxResult:
+    grouped = shared.group is not None and request["confined"]
+    request["group"] = str(shared.group / "cgroup.procs") if grouped else None
+    request["channel"] = listener.there.fileno() if listener is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
     try:
@@ -312,7 +326,11 @@ def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budg
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[writing, *request["namespaces"].values()],
+            pass_fds=[
+                writing,
+                *request["namespaces"].values(),
+                *([request["channel"]] if listener is not None else []),
+            ],
             cwd="/",
             env={"LANG": "C.UTF-8"},
         )
@@ -323,6 +341,8 @@ def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budg
         raise
     finally:
         os.close(writing)
+        if listener is not None:
+            listener.there.close()
     assert process.stdin and process.stdout and process.stderr
     with process, os.fdopen(reading, "rb") as report:
         data = json.dumps(request).encode()
@@ -332,7 +352,8 @@ def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budg
         except BrokenPipeError as error:
             raise InfrastructureFault("the sandbox was killed as it started") from error
         try:
-            ended, pieces = _collect(process, report.fileno(), limits, start, lambda used: shared.note(process, used))
+            too_much = functools.partial(shared.note, process)
+            ended, pieces = _collect(process, report.fileno(), limits, start, too_much, listener)
         finally:
             shared.forget(process)
     *_, last = b"".join(pieces["report"]).splitlines() or [b"{}"]
@@ -348,7 +369,12 @@ def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budg
 
 
 def _collect(
-    process: subprocess.Popen[bytes], report: int, limits: CommandLimits, start: float, too_much: Callable[[int], bool]
+    process: subprocess.Popen[bytes],
+    report: int,
+    limits: CommandLimits,
+    start: float,
+    too_much: Callable[[int], bool],
+    listener: Listener | None,
 ) -> tuple[str | None, dict[str, list[bytes]]]:
     """Reads all three streams to the end; ends the jail at the deadline, or if the command prints or holds too much.
     Returns the reason of an early end, or None, and the pieces of each stream.
@@ -359,9 +385,15 @@ def _collect(
     with selectors.DefaultSelector() as streams:
         for fd, name in ((process.stdout.fileno(), "stdout"), (process.stderr.fileno(), "stderr"), (report, "report")):
             streams.register(fd, selectors.EVENT_READ, name)
+        if listener is not None:
+            streams.register(listener.fileno(), selectors.EVENT_READ, "listener")
         while streams.get_map():
             events = streams.select(max(0.0, deadline - time.monotonic()))
             for key, _ in events:
+                if listener is not None and key.data == "listener":
+                    if not listener.receive():
+                        streams.unregister(key.fd)
+                    continue
                 piece = os.read(key.fd, 65536)
                 if not piece:
                     streams.unregister(key.fd)

@@ -25,6 +25,10 @@ NEWEST = 462
 """Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without."""
 
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+NO_FAMILY = 0x00050000 | errno.EAFNOSUPPORT
+FAMILIES = (1, 2, 10)
+"""Families of allowed sockets: AF_UNIX, AF_INET, AF_INET6. All three belong to a network namespace; others, such as
+AF_VSOCK and AF_ALG, reach past it or reach rarely used code of the kernel."""
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH = 0, 4
 
@@ -34,6 +38,7 @@ Line = tuple[int, int, int, int]
 
 class _SyscallNumbers(NamedTuple):
     audit: int
+    socket: int
     clone: int
     prctl: int
     prlimit: int
@@ -50,6 +55,7 @@ _SHARED = {452, 440, 448}
 
 _X86_64 = _SyscallNumbers(
     audit=0xC000003E,
+    socket=41,
     clone=56,
     prctl=157,
     prlimit=302,
@@ -77,6 +83,7 @@ _X86_64 = _SyscallNumbers(
 )
 _ARM64 = _SyscallNumbers(
     audit=0xC00000B7,
+    socket=198,
     clone=220,
     prctl=167,
     prlimit=261,
@@ -99,7 +106,7 @@ _ARCHS = {"x86_64": _X86_64, "aarch64": _ARM64}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(shared: bool, counted: bool) -> None:
+def confine(shared: bool, counted: bool, sockets: bool = False) -> None:
     """Installs the seccomp filter: this process and all descendants can never again make the refused calls.
 
     Needs no_new_privs. A refused call fails with EPERM; `clone3` and calls newer than `NEWEST` fail with ENOSYS.
@@ -107,6 +114,7 @@ def confine(shared: bool, counted: bool) -> None:
     Args:
         shared: True to refuse also calls that reach other processes of the same user.
         counted: True to refuse also calls that escape the watching of disk use.
+        sockets: True to allow sockets of `FAMILIES`.
 
     Raises:
         OSError: The kernel refuses the filter, or these tables lack the machine type.
@@ -114,7 +122,7 @@ def confine(shared: bool, counted: bool) -> None:
     arch = _ARCHS.get(os.uname().machine)
     if arch is None:
         raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
-    lines = program(arch, shared, counted)
+    lines = program(arch, shared, counted, sockets)
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code, len(code))
     filters = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(buffer))
@@ -123,13 +131,14 @@ def confine(shared: bool, counted: bool) -> None:
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
 
-def program(arch: _SyscallNumbers, shared: bool, counted: bool) -> list[Line]:
+def program(arch: _SyscallNumbers, shared: bool, counted: bool, sockets: bool = False) -> list[Line]:
     """Returns the instructions of the seccomp filter.
 
     Args:
         arch: Numbers of the system calls on the machine type.
         shared: True to refuse also calls that reach other processes of the same user.
         counted: True to refuse also calls that escape the watching of disk use.
+        sockets: True to allow sockets of `FAMILIES`; False refuses every socket.
     """
     code: list[Line] = [
         (LOAD, 0, 0, ARCH),
@@ -143,9 +152,13 @@ def program(arch: _SyscallNumbers, shared: bool, counted: bool) -> list[Line]:
         (EQUAL, 0, 1, CLONE3),  # flags are unreadable here; the C library falls back to clone
         (RETURN, 0, 0, ABSENT),
     ]
-    for number in sorted(arch.always | (arch.shared if shared else set()) | (arch.counted if counted else set())):
+    refused = arch.always - ({arch.socket} if sockets else set())
+    for number in sorted(refused | (arch.shared if shared else set()) | (arch.counted if counted else set())):
         code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
     code += _for_call(arch.clone, [(LOAD, 0, 0, _low_half(0)), (BITS, 0, 1, NAMESPACES), (RETURN, 0, 0, REFUSE)])
+    if sockets:
+        families = [(EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
+        code += _for_call(arch.socket, [(LOAD, 0, 0, _low_half(0)), *families, (RETURN, 0, 0, NO_FAMILY)])
     if shared:
         # prlimit only of itself (pid 0); utimensat only of open files (no path); prctl never hides from the watcher.
         code += _for_call(arch.prlimit, [(LOAD, 0, 0, _low_half(0)), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])

@@ -1,0 +1,169 @@
+"""A program that calls the policy through an endpoint, in a working folder of its own, in the sandbox or beside it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.agent import AgentEndpoint
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.sandbox import Sandbox, SandboxResult, Workspace, confinements, interpreter, variables
+from skyrl_mega.envs.sandbox.listen import HOST, PORT
+from skyrl_mega.envs.sandbox.run import KILLED
+
+TASK, ANSWER = "task.json", "answer.txt"
+"""Files of the working folder: the task, and the answer if the program writes one."""
+TASK_VARIABLE = "SKYRL_TASK"
+"""Environment variable with the path of the task's file."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program for one trajectory after the other.
+
+    Args:
+        argv: Absolute path of the program, and its arguments.
+        box: Sandbox, or plain processes of this user (`Sandbox.confined`).
+        timeout_s: Seconds from start to end.
+        environment: Further environment variables.
+    """
+
+    argv: tuple[str, ...]
+    box: Sandbox
+    timeout_s: float
+    environment: Mapping[str, str]
+
+    def run(self, endpoint: AgentEndpoint, folder: Workspace, files: Mapping[str, str]) -> SandboxResult:
+        """Runs the program to its end, or until the time is over. All its processes are dead on return.
+
+        Args:
+            endpoint: The policy's address. In a sandbox, the only address that the program reaches.
+            folder: Working folder.
+            files: Name → text of files, written into the folder first; `TASK` is among them.
+
+        Returns:
+            The result, with the statuses `ok`, `failed`, `timeout`, `output` or `disk`.
+
+        Raises:
+            InfrastructureFault: The program cannot be started, or something outside it ended it.
+        """
+        inside = replace(endpoint, url=f"http://{HOST}:{PORT}") if self._has_own_network(endpoint) else endpoint
+        result = self.box.run(
+            self.argv,
+            files=files,
+            workspace=folder,
+            limits=replace(self.box.limits, wall_s=self.timeout_s),
+            environment={**self.environment, **inside.variables(), TASK_VARIABLE: Path(TASK)},
+            serve=endpoint.serve,
+        )
+        if result.status == "memory":
+            raise InfrastructureFault("the program was ended, because all programs together used too much memory")
+        if result.status == "failed" and result.exit in KILLED:
+            raise InfrastructureFault("the program was killed by a SIGKILL that no limit sent")
+        return result
+
+    def _has_own_network(self, endpoint: AgentEndpoint) -> bool:
+        ways = confinements(self.box.disabled).get("network", ()) if self.box.confined else ()
+        return endpoint.serve is not None and "network namespace" in ways
+
+
+def check_network(box: Sandbox, key: str) -> None:
+    """Checks that a program in the sandbox can reach an endpoint and nothing else.
+
+    Raises:
+        UserError: This machine has no network namespaces; the text says how to run without.
+    """
+    if box.confined and "network" not in box.without:
+        try:
+            box.run([shutil.which("true") or "/bin/true"], serve=lambda listener: listener.close())
+        except UserError as error:
+            raise UserError(f"an agent needs a network namespace of its own: {error}", key=key) from error
+
+
+def read_answer(folder: Workspace, most_bytes: int) -> str | None:
+    """Returns the text of `ANSWER`, cut after `most_bytes`; None if the program wrote no such file.
+
+    A link, or anything else that is no plain readable file, counts as an empty text.
+    """
+    place = os.open(folder.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(ANSWER, flags, dir_fd=place), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return ""
+            return file.read(most_bytes).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO):
+            raise InfrastructureFault(f"{ANSWER} cannot be read: {error.strerror}") from error
+        return ""
+    finally:
+        os.close(place)
+
+
+def words_of(command: str, key: str) -> list[str]:
+    """Returns the words of a command as a shell would split it, files of the working directory with absolute paths.
+
+    A word is a file if it is the path of a file, or contains `/` and is the path of a folder.
+
+    Raises:
+        UserError: A quotation is not closed, or the command has no word.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(error, key=key, value=command, fix="close the quotation") from error
+    if not words:
+        raise UserError("it has no word; allowed is a program and its arguments", key=key, value=command)
+    first = os.path.abspath(words[0]) if "/" in words[0] else words[0]
+    return [first, *(os.path.abspath(word) if _is_path(word) else word for word in words[1:])]
+
+
+def _is_path(word: str) -> bool:
+    return os.path.isfile(word) or ("/" in word and os.path.isdir(word))
+
+
+def find_program(word: str, confined: bool, key: str) -> str:
+    """Returns the absolute path of a program.
+
+    Args:
+        word: Absolute path, or a name looked up in the `PATH` of the program.
+        confined: True for the `PATH` inside the sandbox: this interpreter's folder, then the system's folders.
+        key: Setting with the command, for errors.
+
+    Raises:
+        UserError: There is no such program.
+    """
+    path = (variables.inside() if confined else variables.of_this_user()).get("PATH")
+    program = shutil.which(word, path=path)
+    if program is None:
+        where = "" if "/" in word else f" in {path}"
+        raise UserError(f"there is no program {word}{where}", key=key, fix="give the program's path")
+    return os.path.abspath(program)
+
+
+def readable(argv: list[str], more: list[str]) -> tuple[str, ...]:
+    """Returns the paths that the sandbox lets a program read besides the system's: the program with its virtual
+    environment, files named by the arguments, and `more`."""
+    named = [argv[0], *(word for word in argv[1:] if os.path.isabs(word) and os.path.exists(word)), *more]
+    paths = {path for name in map(os.path.abspath, named) for path in (name, os.path.realpath(name))}
+    system = ("/usr/", "/bin/", "/lib/", "/sbin/")
+    return tuple(sorted({p for p in paths if not p.startswith(system)} | set(interpreter.paths_of(argv[0]))))
+
+
+def task_text(prompt: Any, columns: Mapping[str, Any]) -> str:
+    """Returns the text of the task's file: a JSON object with the messages under `prompt`, and the row's columns.
+
+    Values that JSON does not know, such as dates, are written as text.
+    """
+    return json.dumps({**columns, "prompt": prompt}, ensure_ascii=False, default=str, indent=1)

@@ -1,0 +1,40 @@
+"""Paths that a Python interpreter needs inside the sandbox: readable there, other files of its folders are not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+INTERPRETER_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
+"""Parts of a Python installation that are readable inside."""
+
+
+def paths_of_this() -> Iterator[str]:
+    """Yields the paths of the running interpreter."""
+    return _parts(sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
+
+
+def paths_of(program: str) -> Iterator[str]:
+    """Yields the paths of the virtual environment of a program in its folder `bin`, and of the interpreter from which
+    the environment was made; nothing for any other program.
+
+    Args:
+        program: Absolute path, such as `/home/me/venv/bin/python`.
+    """
+    prefix = os.path.dirname(os.path.dirname(program))
+    try:
+        with open(os.path.join(prefix, "pyvenv.cfg"), encoding="utf-8", errors="replace") as settings:
+            homes = [line.partition("=")[2].strip() for line in settings if line.partition("=")[0].strip() == "home"]
+    except OSError:
+        return
+    yield from _parts(prefix, *map(os.path.dirname, homes), os.path.dirname(os.path.dirname(os.path.realpath(program))))
+
+
+def _parts(*prefixes: str) -> Iterator[str]:
+    for prefix in prefixes:
+        for folder in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
+            for part in INTERPRETER_PARTS:
+                if os.path.exists(path := os.path.join(folder, part)):
+                    yield path
+                    yield os.path.realpath(path)

@@ -1,0 +1,66 @@
+"""A listening socket in the network namespace of a command, sent out to the host, which answers the connections.
+
+The only address that the command reaches. Standard library only: the jail uses this module too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Callable
+
+HOST, PORT = "127.0.0.1", 8000
+"""Address of the socket inside; the namespace has no other socket, so the port is free."""
+BACKLOG = 128
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+INTERFACE = "16sh22x"
+"""`struct ifreq` with flags."""
+
+
+class Listener:
+    """Host side: waits for the listening socket of a command.
+
+    Args:
+        serve: Receives the listening socket, and closes it in the end.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._here, self.there = socket.socketpair()
+        """Both ends; `there` is for the jail."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable once the socket arrives, or cannot arrive any more."""
+        return self._here.fileno()
+
+    def receive(self) -> bool:
+        """Passes the arrived socket to `serve`; returns False if none arrives any more."""
+        data, fds, _, _ = socket.recv_fds(self._here, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        for fd in fds:
+            self._serve(socket.socket(fileno=fd))
+        return bool(data)
+
+    def close(self) -> None:
+        """Closes both ends."""
+        self._here.close()
+        self.there.close()
+
+
+def send_listener(channel: int) -> None:
+    """Jail side: starts the loopback interface of this network namespace, listens on `PORT` and sends the socket to the
+    host. Closes `channel` in any case.
+
+    Args:
+        channel: Descriptor of `Listener.there`.
+
+    Raises:
+        OSError: The kernel refuses; the host receives no socket.
+    """
+    with socket.socket(fileno=channel) as out, socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        present = fcntl.ioctl(listener, SIOCGIFFLAGS, struct.pack(INTERFACE, b"lo", 0))
+        flags = struct.unpack(INTERFACE, present)[1]
+        fcntl.ioctl(listener, SIOCSIFFLAGS, struct.pack(INTERFACE, b"lo", flags | IFF_UP))
+        listener.bind((HOST, PORT))
+        listener.listen(BACKLOG)
+        socket.send_fds(out, [b"\0"], [listener.fileno()])
