@@ -15,7 +15,16 @@ from tests.recipes.published import DEVIATIONS, RUNS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-SMALL = {"quickstart", "gsm8k_cpu", "searchr1_cpu", "sql_cpu", "dapo_cpu", "multiply_cpu", "calculator_cpu"}
+SMALL = {
+    "quickstart",
+    "gsm8k_cpu",
+    "searchr1_cpu",
+    "sql_cpu",
+    "dapo_cpu",
+    "multiply_cpu",
+    "calculator_cpu",
+    "agent_cpu",
+}
 """Recipes for a laptop, without a published counterpart."""
 
 LAYOUT = {

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--demonstrations", type=integer(0, ROWS), default=0, help="conversations with the calculator, for the warm-up"
     )
     parser.add_argument("--wrong", type=real(0, 1), default=0.3, help="how likely a demonstration answers without it")
+    parser.add_argument(
+        "--env", default="calculator", help="environment of the problems, such as an agent's (default: %(default)s)"
+    )
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
@@ -39,15 +42,15 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
     tables: dict[str, Iterator[dict[str, Any]]] = {
-        "train.parquet": (_row(a, b, "train") for a, b in train.tolist()),
-        "test.parquet": (_row(a, b, "test") for a, b in test.tolist()),
+        "train.parquet": (_row(a, b, "train", args.env) for a, b in train.tolist()),
+        "test.parquet": (_row(a, b, "test", args.env) for a, b in test.tolist()),
     }
     if args.demonstrations:
         demonstrated = train[rng.integers(len(train), size=args.demonstrations)]
         guessed = (rng.random(args.demonstrations) < args.wrong).tolist()
         guesses = rng.integers(2 * 10 ** (args.digits - 1), 2 * 10**args.digits - 1, args.demonstrations).tolist()
         tables["demonstrations.parquet"] = (
-            _row(a, b, "demonstrations", demonstration=_guess(guess) if is_guess else _conversation(a, b))
+            _row(a, b, "demonstrations", "calculator", demonstration=_guess(guess) if is_guess else _conversation(a, b))
             for (a, b), is_guess, guess in zip(demonstrated.tolist(), guessed, guesses, strict=True)
         )
     return tables
@@ -66,11 +69,11 @@ def _guess(number: int) -> list[Message]:
     return [{"role": "assistant", "content": str(number)}]
 
 
-def _row(a: int, b: int, split: str, **extra: Any) -> dict[str, Any]:
+def _row(a: int, b: int, split: str, env_class: str, **extra: Any) -> dict[str, Any]:
     return row(
         data_source="calculator",
         prompt=[{"role": "user", "content": f"{a}+{b}"}],
-        env_class="calculator",
+        env_class=env_class,
         ground_truth=str(a + b),
         extra_info={"split": split, **extra},
     )

@@ -144,7 +144,7 @@ def find_program(word: str, confined: bool, key: str) -> str:
     Raises:
         UserError: There is no such program.
     """
-    path = (variables.inside() if confined else variables.of_this_user()).get("PATH")
+    path = (variables.inside() if confined else variables.of_this_user())["PATH"]
     program = shutil.which(word, path=path)
     if program is None:
         where = "" if "/" in word else f" in {path}"

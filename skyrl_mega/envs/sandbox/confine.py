@@ -181,6 +181,8 @@ def _new_root(request: dict[str, Any], outside: str, owner: int) -> None:
     os.close(keep)
     if owner != os.geteuid():
         os.chown(work, owner, owner)
+    if request["sockets"] and not os.path.lexists(root + "/tmp"):
+        os.symlink(WORK_FOLDER, root + "/tmp")  # whole programs, agents, expect the folder
     kernel.pivot(root)
     kernel.read_only("/")
 

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+OWN_PROGRAMS, SYSTEMS_PROGRAMS = Path(sys.prefix) / "bin", "/usr/local/bin:/usr/bin:/bin"
+"""Folders of this interpreter's programs and of the system's."""
 KEPT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
@@ -15,11 +17,12 @@ KEPT = (
 
 def inside() -> dict[str, str]:
     """Returns the environment variables of a confined command. The jail adds `HOME` and `TMPDIR`, its folder."""
-    path = f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return {"PATH": path, "LANG": "C.UTF-8", **quiet}
+    return {"PATH": f"{OWN_PROGRAMS}:{SYSTEMS_PROGRAMS}", "LANG": "C.UTF-8", **quiet}
 
 
 def of_this_user() -> dict[str, str]:
-    """Returns the environment variables of an unconfined command: those of this process in `KEPT`."""
-    return {name: value for name, value in os.environ.items() if name in KEPT}
+    """Returns the environment variables of an unconfined command: those of this process in `KEPT`, with this
+    interpreter's programs first in `PATH`."""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    return kept | {"PATH": f"{OWN_PROGRAMS}:{kept.get('PATH', SYSTEMS_PROGRAMS)}"}
