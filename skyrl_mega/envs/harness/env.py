@@ -1,4 +1,4 @@
-"""Any program as an agent: it reads a task, calls the policy through the SDK of its choice, and gives an answer."""
+"""Any program as an agent: reads a task, calls the policy by the SDK of an API, and writes an answer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ProgramFailed(RuntimeError):
 
 
 class HarnessEnv(AgentEnv):
-    """A program of the user's, started once per trajectory with the endpoint's address and key in its environment and
-    the task in a file. The reward is judged in this process, after the end of the program.
+    """A user's program, started once per trajectory with address and key of the endpoint in environment variables and
+    the task in a file. A function in this process judges the answer, after the end of the program.
     """
 
     requires_ground_truth: ClassVar[bool] = False
@@ -69,8 +69,8 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for a command that cannot be split, a reward function that cannot be imported or takes other
-        arguments, or a variable that is no text."""
+        """Raises UserError for a command with an open quotation, a reward function without import or with other
+        arguments, or a variable without text."""
         if options["command"] is not None:
             words_of(options["command"], f"{KEY}.command")
         if options["reward"] is not None:
@@ -85,11 +85,11 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Checks that the program exists, and that this machine can confine it.
+        """Checks program, variables and the confinement on this machine.
 
         Raises:
-            UserError: `command` or `reward` is missing, there is no such program, a variable is not set, or the machine
-                lacks a confinement.
+            UserError: `command` or `reward` is missing, the program does not exist, a variable is not set, or the
+                machine lacks a confinement.
         """
         program, judge = _parts(options)
         judge.cls.check_ready(judge.options)
@@ -102,7 +102,7 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns the reason why the environment that judges refuses a row; None if it accepts the row."""
+        """Returns the judge's reason for refusing a row; None for an accepted row."""
         if options["reward"] is None:
             return None
         judge = Judge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
@@ -110,7 +110,7 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def longest_run_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns `timeout_s` and the time for ending the program, in seconds."""
+        """Returns `timeout_s` plus the time for ending the program, in seconds."""
         return float(options["timeout_s"]) + GRACE_S
 
     @classmethod
@@ -126,12 +126,12 @@ class HarnessEnv(AgentEnv):
         return changed
 
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
-        """Runs the program and judges its answer: the file `answer.txt` if the program wrote one, else its standard
-        output. A program whose time is over, or that printed or wrote too much, is ended and judged by its work so far.
+        """Runs the program and judges the answer: the file `answer.txt`, or without the file the standard output. After
+        a time limit, or a limit of output or disk, the work so far is judged.
 
         Raises:
             ProgramFailed: The program failed, unless the option `failed_exit` is `judge`.
-            InfrastructureFault: The program cannot be started, or something outside it ended it.
+            InfrastructureFault: The program cannot be started, or was ended from outside.
         """
         limits = self.program.box.limits
         with closing(self.program.box.workspace()) as folder:
@@ -162,7 +162,7 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, Judge]:
     """Returns the program and the judge of the options.
 
     Raises:
-        UserError: `command` or `reward` is missing, or there is no such program.
+        UserError: `command` or `reward` is missing, or the program does not exist.
     """
     for name, form in (("command", "a program and its arguments"), ("reward", "package.module:function")):
         if options[name] is None:
@@ -186,7 +186,7 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, Judge]:
 
 
 def visible_columns(extras: Mapping[str, Any], hidden: list[str]) -> dict[str, Any]:
-    """Returns the columns of a row that the program may see: all without the ground truth and without hidden columns.
+    """Returns the columns of a row for the program: all but the ground truth and hidden columns.
 
     Args:
         extras: The row's columns.

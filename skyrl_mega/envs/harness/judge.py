@@ -22,7 +22,7 @@ class Judge:
     """A judge of answers."""
 
     cls: type[BaseTextEnv]
-    """Environment that judges an answer as its only turn."""
+    """Environment with the answer as its only turn."""
     options: Mapping[str, Any]
     """Further arguments of the function, or options of the environment with defaults filled in."""
 
@@ -36,8 +36,7 @@ class Judge:
             key: Setting with the path, for errors; `<key>_options` is the setting of the options.
 
         Raises:
-            UserError: The function cannot be imported or has another form, no environment has this name, or an option
-                is wrong.
+            UserError: The function cannot be imported or has another form, the name is unknown, or an option is wrong.
         """
         judging = _class(path, key)
         complete = filled(f"{key}_options", options, judging.OPTIONS)

@@ -1,4 +1,4 @@
-"""A program that calls the policy through an endpoint, in a working folder of its own, in the sandbox or beside it."""
+"""A client program of the policy: command, working folder, end and answer; in the sandbox or as a plain process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from skyrl_mega.envs.sandbox.listen import HOST, PORT
 from skyrl_mega.envs.sandbox.run import KILLED
 
 TASK, ANSWER = "task.json", "answer.txt"
-"""Files of the working folder: the task, and the answer if the program writes one."""
+"""Files of the working folder: the task, and an optional answer."""
 TASK_VARIABLE = "SKYRL_TASK"
 """Environment variable with the path of the task's file."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program for one trajectory after the other.
+    """A program, started once per trajectory.
 
     Args:
         argv: Absolute path of the program, and its arguments.
@@ -43,18 +43,18 @@ class Program:
     environment: Mapping[str, str]
 
     def run(self, endpoint: AgentEndpoint, folder: Workspace, files: Mapping[str, str]) -> SandboxResult:
-        """Runs the program to its end, or until the time is over. All its processes are dead on return.
+        """Runs the program to the end, or to the time limit. All processes of the program are dead on return.
 
         Args:
-            endpoint: The policy's address. In a sandbox, the only address that the program reaches.
+            endpoint: Address and key of the policy; in a sandbox the only reachable address.
             folder: Working folder.
-            files: Name → text of files, written into the folder first; `TASK` is among them.
+            files: Name → text of files, written into the folder first, `TASK` included.
 
         Returns:
             The result, with the statuses `ok`, `failed`, `timeout`, `output` or `disk`.
 
         Raises:
-            InfrastructureFault: The program cannot be started, or something outside it ended it.
+            InfrastructureFault: The program cannot be started, or was ended from outside.
         """
         inside = replace(endpoint, url=f"http://{HOST}:{PORT}") if self._has_own_network(endpoint) else endpoint
         result = self.box.run(
@@ -77,10 +77,10 @@ class Program:
 
 
 def check_network(box: Sandbox, key: str) -> None:
-    """Checks that a program in the sandbox can reach an endpoint and nothing else.
+    """Checks the confinement of a program's network to the endpoint.
 
     Raises:
-        UserError: This machine has no network namespaces; the text says how to run without.
+        UserError: This machine has no network namespaces.
     """
     if box.confined and "network" not in box.without:
         try:
@@ -90,9 +90,8 @@ def check_network(box: Sandbox, key: str) -> None:
 
 
 def read_answer(folder: Workspace, most_bytes: int) -> str | None:
-    """Returns the text of `ANSWER`, cut after `most_bytes`; None if the program wrote no such file.
-
-    A link, or anything else that is no plain readable file, counts as an empty text.
+    """Returns the text of the file `ANSWER`, cut after `most_bytes`; None without the file. Anything but a plain
+    readable file, such as a link, counts as an empty text.
     """
     place = os.open(folder.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -112,9 +111,8 @@ def read_answer(folder: Workspace, most_bytes: int) -> str | None:
 
 
 def words_of(command: str, key: str) -> list[str]:
-    """Returns the words of a command as a shell would split it, files of the working directory with absolute paths.
-
-    A word is a file if it is the path of a file, or contains `/` and is the path of a folder.
+    """Returns the words of a command, split as by a shell, with absolute paths of existing files. A folder needs a `/`
+    in the word, so that a plain word stays a word.
 
     Raises:
         UserError: A quotation is not closed, or the command has no word.
@@ -153,8 +151,8 @@ def find_program(word: str, confined: bool, key: str) -> str:
 
 
 def readable(argv: list[str], more: list[str]) -> tuple[str, ...]:
-    """Returns the paths that the sandbox lets a program read besides the system's: the program with its virtual
-    environment, files named by the arguments, and `more`."""
+    """Returns the paths for `Sandbox.read`: the program with its virtual environment, files among the arguments, and
+    `more`."""
     named = [argv[0], *(word for word in argv[1:] if os.path.isabs(word) and os.path.exists(word)), *more]
     paths = {path for name in map(os.path.abspath, named) for path in (name, os.path.realpath(name))}
     system = ("/usr/", "/bin/", "/lib/", "/sbin/")
@@ -162,8 +160,7 @@ def readable(argv: list[str], more: list[str]) -> tuple[str, ...]:
 
 
 def task_text(prompt: Any, columns: Mapping[str, Any]) -> str:
-    """Returns the text of the task's file: a JSON object with the messages under `prompt`, and the row's columns.
-
-    Values that JSON does not know, such as dates, are written as text.
+    """Returns the task's file: a JSON object with the messages under `prompt`, and the row's columns. Values unknown to
+    JSON, such as dates, are written as text.
     """
     return json.dumps({**columns, "prompt": prompt}, ensure_ascii=False, default=str, indent=1)

@@ -1,4 +1,4 @@
-"""Paths that a Python interpreter needs inside the sandbox: readable there, other files of its folders are not."""
+"""Paths of a Python interpreter for the sandbox: readable there, unlike other files of the interpreter's folders."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def paths_of_this() -> Iterator[str]:
 
 
 def paths_of(program: str) -> Iterator[str]:
-    """Yields the paths of the virtual environment of a program in its folder `bin`, and of the interpreter from which
-    the environment was made; nothing for any other program.
+    """Yields the paths of a program's virtual environment and of the interpreter below the environment; nothing for a
+    program outside a virtual environment.
 
     Args:
         program: Absolute path, such as `/home/me/venv/bin/python`.

@@ -1,6 +1,5 @@
-"""A listening socket in the network namespace of a command, sent out to the host, which answers the connections.
-
-The only address that the command reaches. Standard library only: the jail uses this module too.
+"""A listening socket in the network namespace of a command, passed to the host: the only address within reach of the
+command. Standard library only: the jail uses this module too.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Listener:
         """Both ends; `there` is for the jail."""
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable once the socket arrives, or cannot arrive any more."""
+        """Returns the descriptor for `receive`, readable on the arrival of the socket and after the end of the jail."""
         return self._here.fileno()
 
     def receive(self) -> bool:
-        """Passes the arrived socket to `serve`; returns False if none arrives any more."""
+        """Passes the arrived socket to `serve`; returns False after the end of the jail."""
         data, fds, _, _ = socket.recv_fds(self._here, 1, 1, socket.MSG_CMSG_CLOEXEC)
         for fd in fds:
             self._serve(socket.socket(fileno=fd))
@@ -48,8 +47,8 @@ class Listener:
 
 
 def send_listener(channel: int) -> None:
-    """Jail side: starts the loopback interface of this network namespace, listens on `PORT` and sends the socket to the
-    host. Closes `channel` in any case.
+    """Starts the loopback interface of this network namespace, listens on `PORT` and sends the socket to the host.
+    Closes `channel` in any case. For the jail.
 
     Args:
         channel: Descriptor of `Listener.there`.

@@ -1,4 +1,4 @@
-"""Environment variables of commands: none of this process's keys and tokens is among them."""
+"""Environment variables of commands, without keys and tokens of this process."""
 
 from __future__ import annotations
 
