@@ -241,7 +241,7 @@ def test_a_machine_without_network_namespaces_is_refused(make: Make, monkeypatch
 def test_the_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for file in ("bin/python", "lib/x.py", "agent.py", "home/bin/python3"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
     (tmp_path / "pyvenv.cfg").write_text(f"home = {tmp_path / 'home' / 'bin'}\nversion = 3\n")
     words = words_of("bin/python agent.py --n 3 'two words' lib ./lib lib/x.py no/file", "k")
