@@ -315,8 +315,8 @@ def _owner(folder: Path, fresh: int) -> int:
 def _execute(
     request: dict[str, Any], limits: CommandLimits, shared: budget.Budget, listener: Listener | None
 ) -> SandboxResult:
-    grouped = shared.group is not None and request["confined"]
-    request["group"] = str(shared.group / "cgroup.procs") if grouped else None
+    group = shared.group if request["confined"] else None
+    request["group"] = str(group / "cgroup.procs") if group is not None else None
     request["channel"] = listener.there.fileno() if listener is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
