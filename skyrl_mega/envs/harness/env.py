@@ -13,7 +13,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.harness.judge import Judge
+from skyrl_mega.envs.harness.judge import AnswerJudge
 from skyrl_mega.envs.harness.program import (
     TASK,
     Program,
@@ -74,7 +74,7 @@ class HarnessEnv(AgentEnv):
         if options["command"] is not None:
             words_of(options["command"], f"{KEY}.command")
         if options["reward"] is not None:
-            Judge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
+            AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
         for name, value in options["variables"].items():
             if not (value is None or isinstance(value, str)) or not name or "=" in name:
                 raise UserError(
@@ -105,7 +105,7 @@ class HarnessEnv(AgentEnv):
         """Returns the judge's reason for refusing a row; None for an accepted row."""
         if options["reward"] is None:
             return None
-        judge = Judge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
+        judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
         return judge.cls.wrong_row(row, judge.options)
 
     @classmethod
@@ -158,7 +158,7 @@ class HarnessEnv(AgentEnv):
         return BaseTextEnvStepOutput(observations=[], reward=judged["reward"], done=True, metadata=notes)
 
 
-def _parts(options: Mapping[str, Any]) -> tuple[Program, Judge]:
+def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
     """Returns the program and the judge of the options.
 
     Raises:
@@ -181,7 +181,7 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, Judge]:
         name: os.environ.get(name) if value is None else value for name, value in options["variables"].items()
     }
     given = {name: value for name, value in environment.items() if value is not None}
-    judge = Judge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
+    judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
     return Program(tuple(argv), box, float(options["timeout_s"]), given), judge
 
 

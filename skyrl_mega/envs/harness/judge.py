@@ -18,7 +18,7 @@ from skyrl_mega.envs.validate import BadOutput
 
 
 @dataclass(frozen=True)
-class Judge:
+class AnswerJudge:
     """A judge of answers."""
 
     cls: type[BaseTextEnv]
@@ -27,7 +27,7 @@ class Judge:
     """Further arguments of the function, or options of the environment with defaults filled in."""
 
     @classmethod
-    def of(cls, path: str, options: Mapping[str, Any], key: str) -> Judge:
+    def of(cls, path: str, options: Mapping[str, Any], key: str) -> AnswerJudge:
         """Returns the judge of a setting.
 
         Args:

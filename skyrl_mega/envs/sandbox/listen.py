@@ -17,7 +17,7 @@ INTERFACE = "16sh22x"
 """`struct ifreq` with flags."""
 
 
-class Listener:
+class SandboxListener:
     """Host side: waits for the listening socket of a command.
 
     Args:
@@ -51,7 +51,7 @@ def send_listener(channel: int) -> None:
     Closes `channel` in any case. For the jail.
 
     Args:
-        channel: Descriptor of `Listener.there`.
+        channel: Descriptor of `SandboxListener.there`.
 
     Raises:
         OSError: The kernel refuses; the host receives no socket.

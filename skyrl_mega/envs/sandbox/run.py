@@ -24,7 +24,7 @@ from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, de
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, interpreter, tree, variables
-from skyrl_mega.envs.sandbox.listen import Listener
+from skyrl_mega.envs.sandbox.listen import SandboxListener
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
 
 CONFINEMENTS = {
@@ -211,7 +211,7 @@ class Sandbox:
             request = _request(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
             for name, value in (environment or {}).items():
                 request["paths" if isinstance(value, Path) else "env"][name] = str(value)
-            listener = Listener(serve) if serve is not None and self.confined else None
+            listener = SandboxListener(serve) if serve is not None and self.confined else None
             request["sockets"] = listener is not None
             with closing(listener) if listener is not None else nullcontext():
                 return _execute(request, limits, budget.shared(self.name, limits.total_mib), listener)
@@ -313,7 +313,7 @@ def _owner(folder: Path, fresh: int) -> int:
 
 
 def _execute(
-    request: dict[str, Any], limits: CommandLimits, shared: budget.Budget, listener: Listener | None
+    request: dict[str, Any], limits: CommandLimits, shared: budget.Budget, listener: SandboxListener | None
 ) -> SandboxResult:
     group = shared.group if request["confined"] else None
     request["group"] = str(group / "cgroup.procs") if group is not None else None
@@ -374,7 +374,7 @@ def _collect(
     limits: CommandLimits,
     start: float,
     too_much: Callable[[int], bool],
-    listener: Listener | None,
+    listener: SandboxListener | None,
 ) -> tuple[str | None, dict[str, list[bytes]]]:
     """Reads all three streams to the end; ends the jail at the deadline, or if the command prints or holds too much.
     Returns the reason of an early end, or None, and the pieces of each stream.

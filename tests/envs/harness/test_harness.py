@@ -20,7 +20,7 @@ from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config, EnvironmentConfig
 from skyrl_mega.envs import AgentEnv, BaseTextEnvStepOutput, InfrastructureFault, registry
 from skyrl_mega.envs.harness.env import HarnessEnv, ProgramFailed, visible_columns
-from skyrl_mega.envs.harness.judge import Judge
+from skyrl_mega.envs.harness.judge import AnswerJudge
 from skyrl_mega.envs.harness.program import readable, words_of
 from skyrl_mega.envs.sandbox import CONFINEMENTS, confinements
 from tests.envs.harness.policy import KEY, Policy, answering
@@ -275,10 +275,10 @@ def test_the_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_judges() -> None:
     extras = {"reward_spec": {"ground_truth": "4"}, "data_source": "x"}
-    assert Judge.of("math", {}, "k").verdict(extras, PROMPT, r"so \boxed{4}")["reward"] == 1.0
+    assert AnswerJudge.of("math", {}, "k").verdict(extras, PROMPT, r"so \boxed{4}")["reward"] == 1.0
     call = '<tool_call>{"name": "calculate"}</tool_call> 4'
-    assert Judge.of("calculator", {}, "k").verdict(extras, PROMPT, call)["reward"] == 1.0
-    assert Judge.of("addition", {}, "k").verdict(extras, PROMPT, "5")["reward"] == 0.0
+    assert AnswerJudge.of("calculator", {}, "k").verdict(extras, PROMPT, call)["reward"] == 1.0
+    assert AnswerJudge.of("addition", {}, "k").verdict(extras, PROMPT, "5")["reward"] == 0.0
 
 
 def test_hidden_columns_leave_the_row_alone() -> None:
