@@ -38,8 +38,9 @@ class Parrot:
 
 async def play(router: Any, chat: Any, config: Any, rows: list[Any]) -> list[Any]:
     """Runs all samples of the prompts `rows` and returns the trajectories."""
-    from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+    from skyrl_mega.rollout.agent.agent_loop import Agent
     from skyrl_mega.rollout.agent.env_pool import EnvPool
+    from skyrl_mega.rollout.agent.limits import TrajectoryLimits
     from skyrl_mega.rollout.gate import Gate
 
     samples, tokens = config.data.samples_per_prompt, config.rollout.sampling.max_tokens

@@ -22,8 +22,11 @@ from skyrl_mega.config.derived import evaluation_concurrency, evaluation_samplin
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import edits
-from skyrl_mega.rollout.agent.agent_loop import Agent, Opened, PolicyTurn, Tools, TrajectoryLimits, stream_seed
+from skyrl_mega.rollout.agent.agent_loop import Agent, PolicyTurn, Tools
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
+from skyrl_mega.rollout.agent.opened import Opened
+from skyrl_mega.rollout.agent.seeds import stream_seed
 from skyrl_mega.trajectories.trajectory import Kind, Trajectory, TrajectoryStep
 
 MAX_TOKENS = 2**22

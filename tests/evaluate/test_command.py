@@ -25,7 +25,7 @@ from skyrl_mega.data.write import write_rows
 from skyrl_mega.envs import BaseTextEnv
 from skyrl_mega.envs.row import row
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.agent.agent_loop import stream_seed
+from skyrl_mega.rollout.agent.seeds import stream_seed
 from tests.evaluate.fake import Fake, serving
 
 PROGRAM = [sys.executable, "-m", "skyrl_mega.evaluate"]

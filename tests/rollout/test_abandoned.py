@@ -13,8 +13,9 @@ from skyrl_mega.config.schema import EnvironmentConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.trajectories.trajectory import Status

@@ -16,7 +16,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.agent.agent_loop import TrajectoryLimits
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.run import rollout_metrics
 from skyrl_mega.trajectories import parquet

@@ -16,8 +16,9 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.envs.test_killed_scoring import launcher

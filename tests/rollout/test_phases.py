@@ -14,7 +14,8 @@ import pytest
 
 from skyrl_mega.config.schema import Config, EnvironmentConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.generator import Generator

@@ -20,8 +20,9 @@ from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.replay import check_routes
 from skyrl_mega.trajectories.sequences import Sequences

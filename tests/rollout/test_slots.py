@@ -15,8 +15,9 @@ from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import agent_loop
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.slots import SlotPlayer, Slots

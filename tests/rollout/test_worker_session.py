@@ -12,8 +12,9 @@ import pytest
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.routing.router import Router

@@ -9,8 +9,9 @@ from typing import Any
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Trajectory
 

@@ -18,8 +18,9 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.multiply.env import MultiplyEnv
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.engines import LOADING

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from skyrl_mega.config.derived import length_limit, response_limit
-from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
+from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs import validate
 from skyrl_mega.envs.base import BaseTextEnv, Message
@@ -19,9 +16,10 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.environment import Environment, EnvironmentFault
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
+from skyrl_mega.rollout.agent.opened import Opened
 from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
-from skyrl_mega.rollout.agent.routes import TurnRoutes
-from skyrl_mega.rollout.agent.token_rewards import TokenRewards
+from skyrl_mega.rollout.agent.seeds import stream_seed
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.telemetry.trace import Span
@@ -34,74 +32,6 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools offered to the policy, in the format of chat templates."""
 CUT_STATUS = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
 """Finish reason of a cut response → status of the trajectory, even if the environment graded the response."""
-
-
-@dataclass(frozen=True)
-class TrajectoryLimits:
-    """Token, turn and time limits of a trajectory, and permissions of the environment."""
-
-    turn: int
-    """Most tokens of a turn of the policy."""
-    response: int
-    """Most tokens of responses and observations over all turns."""
-    length: int
-    """Most tokens of the whole sequence: the engine's longest."""
-    turns: int
-    """Most turns of the policy."""
-    env_timeout_s: float
-    """Time limit of a call of the environment, in seconds."""
-    trajectory_timeout_s: float | None = None
-    """Seconds from the first request; None sets no limit."""
-    input: int | None = None
-    """Most tokens of the context of any turn after the first; None sets no extra limit."""
-    rewrites: bool = False
-    """True if an environment may replace the conversation."""
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> TrajectoryLimits:
-        """Returns the limits set by the configuration, with defaults filled in."""
-        return cls(
-            turn=rollout.sampling.max_tokens,
-            response=response_limit(rollout),
-            length=length_limit(rollout),
-            turns=rollout.max_turns,
-            env_timeout_s=rollout.env_timeout_s,
-            trajectory_timeout_s=rollout.trajectory_timeout_s,
-            input=rollout.max_input_tokens,
-            rewrites=rollout.step_wise != "off",
-        )
-
-    def room(self, t: Trajectory) -> int:
-        """Returns the most tokens that the next turn of a trajectory may have under the limits of the turn, of all
-        responses and of the whole sequence; below 1 if no turn is possible."""
-        return min(self.turn, self.response - t.response_length, self.length - len(t.context))
-
-
-@dataclass
-class Opened:
-    """A trajectory in progress, with the environment."""
-
-    trajectory: Trajectory
-    env: Environment
-    clock: float
-    """`time.perf_counter()` at opening."""
-    until: float | None = None
-    """`time.perf_counter()` at the end of the time limit; set once the trajectory runs."""
-    routes: TurnRoutes = field(default_factory=TurnRoutes)
-    """Expert routes of the tokens, from engines with route output."""
-    token_rewards: TokenRewards = field(default_factory=TokenRewards)
-    """Rewards of parts of the answers, if the environment gives any."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since opening."""
-        return time.perf_counter() - self.clock
-
-    @property
-    def left(self) -> float | None:
-        """Seconds left of the trajectory's time limit, negative after the limit; None without a limit, or before the
-        trajectory runs."""
-        return None if self.until is None else self.until - time.perf_counter()
 
 
 class PolicyTurn(NamedTuple):
@@ -384,8 +314,3 @@ class Agent:
             raise opened.env.fault(Status.ERROR_ENV, f"{what}: {error}") from error
         except TooLong as error:
             return range(error.tokens)  # longer than every limit, so rejected by the caller
-
-
-def stream_seed(name: str) -> int:
-    """Returns a 63-bit seed that depends on every character of the name; equal names give equal seeds."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
