@@ -151,10 +151,16 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -> None:
     """Raises a UserError if an environment offers tools but the model's chat template is unavailable or cannot show
-    tools."""
+    tools, or if an environment runs an agent without engines of the run."""
     from skyrl_mega.envs import registry
+    from skyrl_mega.envs.agent import AgentEnv
 
     for name in sorted({p.env_class for s in sets for p in s.prompts}):
+        if chat is None and issubclass(registry.resolve(name, config.environment), AgentEnv):
+            raise UserError(
+                f"environment {name} runs an agent, which asks an engine of the run; evaluate without --endpoint",
+                key="--endpoint",
+            )
         if not registry.has_tools(name, config.environment):
             continue
         if chat is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.algorithms import advantages, losses
+from skyrl_mega.cli.agent_checks import check_agents
 from skyrl_mega.cli.experts import check_experts
 from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
@@ -64,6 +65,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     _check_data(config, say, missing_ok=config.data.prepare is not None)
     check_chat(config, hf)
     check_tools(config)
+    check_agents(config, environment_names(config))
     return hf
 
 
@@ -111,6 +113,7 @@ def planned_inputs(
     _check_data(config, say, missing_ok=True)
     check_chat(config, hf)
     check_tools(config)
+    check_agents(config, environment_names(config))
     return hf, absent
 
 
@@ -143,10 +146,8 @@ def check_tools(config: Config) -> None:
     Raises:
         UserError: The template cannot show tools, or `rollout.conversation=one_message` forbids them.
     """
-    environments, path = config.environment, Path(config.model.path)
-    files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
-    named = (*environments.classes, *filter(None, [environments.default_name]), *environments_of(files, environments))
-    names = [name for name in dict.fromkeys(named) if registry.has_tools(name, environments)]
+    path = Path(config.model.path)
+    names = [name for name in environment_names(config) if registry.has_tools(name, config.environment)]
     if not names:
         return
     from skyrl_mega.rollout.agent.renderer import Renderer, one_message_refused
@@ -157,6 +158,14 @@ def check_tools(config: Config) -> None:
         chat = Renderer(str(path), config.rollout)
         for name in names:
             chat.check_tools(name)
+
+
+def environment_names(config: Config) -> list[str]:
+    """Returns the environments named in the settings and in existing data files, each once."""
+    environments = config.environment
+    files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
+    named = (*environments.classes, *filter(None, [environments.default_name]), *environments_of(files, environments))
+    return list(dict.fromkeys(named))
 
 
 def _check_preparation(config: Config) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
 KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
@@ -98,6 +99,26 @@ def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) ->
     judge = getattr(env, "out_of_time", None)  # a class without BaseTextEnv as a base may lack the method
     output = judge() if callable(judge) else None
     return None if output is None else _output("out_of_time", output, 0, weights)
+
+
+def run(
+    env: AgentEnv, endpoint: AgentEndpoint, prompt: list[Message], weights: Mapping[str, float] | None = None
+) -> StepOutput:
+    """Calls the `run` of an agent's environment and returns the validated output.
+
+    Args:
+        env: The environment.
+        endpoint: Address and key of the policy.
+        prompt: The messages returned by `init`.
+        weights: `algorithm.reward_weights`: reward name → factor in the sum of named rewards. None weighs all as 1.
+
+    Raises:
+        BadOutput: The output breaks the contract, or a named reward has no weight.
+    """
+    output = _output("run", env.run(endpoint, prompt), 0, weights)
+    if output.observations or output.messages is not None:
+        raise BadOutput("run: the agent has ended and sees no further messages; allowed: observations = []")
+    return output
 
 
 def _output(method: str, output: Any, characters: int, weights: Mapping[str, float] | None) -> StepOutput:

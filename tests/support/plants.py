@@ -39,7 +39,7 @@ PLANTS = (
     Plant(
         "masks",
         "the room for a turn counts the tokens of all conversations",
-        "skyrl_mega/rollout/agent/agent_loop.py",
+        "skyrl_mega/rollout/agent/limits.py",
         "self.length - len(t.context))",
         "self.length - len(t.tokens))",
         "tests/rollout/test_by_hand.py::test_the_longest_sequence_bounds_what_the_policy_sees_and_not_all_that_it_has_said",

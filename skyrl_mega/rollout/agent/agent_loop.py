@@ -14,12 +14,14 @@ from skyrl_mega.envs import validate
 from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import edits
+from skyrl_mega.rollout.agent.agent_run import run_agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.environment import Environment, EnvironmentFault
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.opened import Opened
 from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
 from skyrl_mega.rollout.agent.seeds import stream_seed
+from skyrl_mega.rollout.endpoint.session import AgentSession
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.telemetry.trace import Span
@@ -131,7 +133,9 @@ class Agent:
         try:
             messages = await env.open(self.limits.turns, self.chat)
             t.tools = env.tools
-            tokens = self._tokens(opened, "init: messages", self.first, messages, env.tools)
+            tokens: Sequence[int] = []
+            if not env.is_agent:  # an agent decides what the policy sees
+                tokens = self._tokens(opened, "init: messages", self.first, messages, env.tools)
             if len(tokens) >= self.limits.length:
                 text = f"init: messages and tools of {len(tokens)} tokens leave no room for a turn"
                 limit = f"a sequence has at most {self.limits.length} (rollout.max_length)"
@@ -175,6 +179,9 @@ class Agent:
                 await start()
             if not opened.env.is_open:
                 return
+            if opened.env.is_agent:
+                await self._run_agent(opened, name)
+                return
             if self.limits.trajectory_timeout_s is not None:
                 opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
             while not await self._turn(opened, name):
@@ -187,6 +194,21 @@ class Agent:
             await opened.env.close()
         opened.routes.keep(t)
         opened.token_rewards.keep(t)
+
+    async def _run_agent(self, opened: Opened, name: str) -> None:
+        """Runs the agent of an opened trajectory to its end. Waits first until fewer than `environment.workers` agents
+        work; the wait does not count towards the trajectory's time limit."""
+        t = opened.trajectory
+        async with self.threads.agents:
+            if self.limits.trajectory_timeout_s is not None:
+                opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
+            session = AgentSession(
+                name, self.router, self.chat, self.limits, opened_at=opened.clock, until=opened.until
+            )
+            await run_agent(opened, session, self.limits, self.reward_weights)
+        if not t.tokens:
+            edits.append(t, self._prompt_tokens(t.prompt), 0)
+            t.prompt_length = len(t.tokens)
 
     async def _turn(self, opened: Opened, name: str) -> bool:
         """Runs a turn. Returns True after the last turn, with the trajectory's status set."""

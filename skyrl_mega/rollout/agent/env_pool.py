@@ -92,6 +92,8 @@ class EnvPool:
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
         self._slots, self._count = asyncio.Semaphore(most), count
+        self.agents = asyncio.Semaphore(most)
+        """Bounds agents at work (`envs.agent`), held around `run_agent`. Other calls never wait for an agent."""
         self._may_inline = True
 
     async def run(self, call: Call, limit_s: float, *, inline: bool = False) -> Any:
@@ -119,30 +121,38 @@ class EnvPool:
             )
         return _value(*outcome)
 
+    async def run_agent(self, call: Call, limit_s: float) -> Any:
+        """Runs a call that takes as long as a whole trajectory, in a thread and without a slot of other calls;
+        otherwise as `run`."""
+        return _value(*await self._in_new_thread(call, limit_s))
+
     async def _in_thread(self, call: Call, limit_s: float) -> tuple[Any, BaseException | None]:
-        """Runs a call in a thread and returns the value, or the exception."""
+        """Waits for a slot, runs a call in a thread and returns the value, or the exception."""
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+            return await self._in_new_thread(call, limit_s)
 
-            def work() -> None:
-                outcome = call.run()
-                try:
-                    loop.call_soon_threadsafe(_set_result, answer, outcome)
-                except RuntimeError:  # the loop ended meanwhile: no task waits
-                    return
+    async def _in_new_thread(self, call: Call, limit_s: float) -> tuple[Any, BaseException | None]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-            threading.Thread(target=work, name="environment", daemon=True).start()
-            self._count(1)
+        def work() -> None:
+            outcome = call.run()
             try:
-                while not (await asyncio.wait([answer], timeout=limit_s))[0]:
-                    if call.working() > limit_s and call.give_up():
-                        raise Abandoned
-            except asyncio.CancelledError:
-                call.give_up()
-                raise
-            finally:
-                self._count(-1)
+                loop.call_soon_threadsafe(_set_result, answer, outcome)
+            except RuntimeError:  # the loop ended meanwhile: no task waits
+                return
+
+        threading.Thread(target=work, name="environment", daemon=True).start()
+        self._count(1)
+        try:
+            while not (await asyncio.wait([answer], timeout=limit_s))[0]:
+                if call.working() > limit_s and call.give_up():
+                    raise Abandoned
+        except asyncio.CancelledError:
+            call.give_up()
+            raise
+        finally:
+            self._count(-1)
         return answer.result()
 
 

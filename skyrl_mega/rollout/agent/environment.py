@@ -9,6 +9,7 @@ from skyrl_mega.cluster import channel
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import blame, registry, validate
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
 from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.tools import calls_tools, definitions
@@ -124,6 +125,34 @@ class Environment:
         """
         return await self._call("step", validate.step, self._made[0], answer, reward_weights)
 
+    @property
+    def is_agent(self) -> bool:
+        """True if the open environment runs an agent."""
+        return bool(self._made) and isinstance(self._made[0], AgentEnv)
+
+    async def run(
+        self,
+        endpoint: AgentEndpoint,
+        prompt: list[Message],
+        reward_weights: Mapping[str, float],
+        trajectory_timeout_s: float | None,
+    ) -> validate.StepOutput:
+        """Runs the environment's agent to its end and returns the validated result.
+
+        Args:
+            endpoint: Address and key of the policy.
+            prompt: The messages returned by `open`.
+            reward_weights: `algorithm.reward_weights`.
+            trajectory_timeout_s: `rollout.trajectory_timeout_s`; afterwards the agent has the time limit of a call left
+                to grade its work. The environment's own `longest_run_s` counts in the same way.
+        """
+        env = self._made[0]
+        limits = [s for s in (trajectory_timeout_s, type(env).longest_run_s(env.options)) if s is not None]
+        if not limits:
+            raise self.fault(Status.ERROR_ENV, "run has no time limit; set rollout.trajectory_timeout_s")
+        limit_s = min(limits) + self.limit_s
+        return await self._call("run", validate.run, env, endpoint, prompt, reward_weights, agent_limit_s=limit_s)
+
     async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
         """Asks the environment to grade a trajectory after the time limit. Returns None without such a method in the
         environment, or without a grade. The environment must be open.
@@ -154,15 +183,29 @@ class Environment:
         name = self.t.prompt.env_class
         return EnvironmentFault(status, f"environment {name}: {text}", blame.fault_location(error, name, self.settings))
 
-    async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(
+        self, what: str, function: Callable[..., Any], *args: Any, agent_limit_s: float | None = None
+    ) -> Any:
+        """Calls a method of the environment in a thread.
+
+        Args:
+            what: Name of the method, for errors.
+            function: The call.
+            args: Arguments of `function`.
+            agent_limit_s: Time limit of a call that takes as long as a whole trajectory; None for all other calls.
+        """
         name = self.t.prompt.env_class
         call = Call(function, *args, late=lambda: [env.close() for env in self._made])
         try:
             with channel.running_environment(name):
+                if agent_limit_s is not None:
+                    return await self.threads.run_agent(call, agent_limit_s)
                 return await self.threads.run(call, self.limit_s, inline=self._inline)
         except Abandoned:
-            text = f"{what} took longer than rollout.env_timeout_s={self.limit_s:g}"
-            raise self.fault(Status.ERROR_ENV_TIMEOUT, text) from None
+            limit = f"rollout.env_timeout_s={self.limit_s:g}"
+            if agent_limit_s is not None:
+                limit = f"{agent_limit_s:g} s, its own limit or rollout.trajectory_timeout_s, plus {limit}"
+            raise self.fault(Status.ERROR_ENV_TIMEOUT, f"{what} took longer than {limit}") from None
         except Raised as raised:
             error = raised.error
             text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_safe_repr(error)}"

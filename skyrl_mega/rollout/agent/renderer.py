@@ -210,21 +210,25 @@ class Renderer:
             self._free -= len(tokens)
         return tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
+    def render(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, cached: bool = True
+    ) -> Sequence[int]:
         """Returns the tokens of a conversation's first messages, up to the point at which the policy generates. Do not
         modify the result.
 
         Args:
             messages: The conversation.
             tools: Tools offered to the policy, in the format of chat templates.
+            cached: Keeps the result for the next call with the same messages and tools.
 
         Raises:
             TemplateError: The template rejects the messages.
             TooLong: The text is so long that it surely has more tokens than a sequence may have.
         """
         conversation = json.dumps([messages, list(tools)])
-        kept = self._prompts.get(_key(conversation))
-        return self._first(conversation) if kept is None else kept
+        if (kept := self._prompts.get(_key(conversation))) is not None:
+            return kept
+        return self._first(conversation) if cached else self._opening(conversation)
 
     def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
         """Returns the tokens of a conversation's first messages, without tools; see `render`, also for the errors."""
@@ -279,7 +283,12 @@ class Renderer:
         return self._tokens(*json.loads(conversation))
 
     def following(
-        self, last: int, observations: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        last: int,
+        observations: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        cached: bool = True,
     ) -> list[int]:
         """Returns the tokens between the policy's last token and the next turn. Do not modify the result.
 
@@ -291,6 +300,7 @@ class Renderer:
             last: The policy's last token. An end-of-turn token produced by the policy is not repeated.
             observations: Messages of the environment.
             tools: Tools given to `render`.
+            cached: Keeps the result for the next call with the same messages and tools.
 
         Raises:
             TemplateError: The template rejects the messages.
@@ -299,7 +309,8 @@ class Renderer:
         """
         if self.one_message:
             return [token for message in observations for token in self._words(message["content"])]
-        return self._continue(json.dumps([observations, list(tools)]), last if last in self.stop_tokens else None)
+        conversation, ended = json.dumps([observations, list(tools)]), last if last in self.stop_tokens else None
+        return self._continue(conversation, ended) if cached else self._continuation(conversation, ended)
 
     def _continuation(self, conversation: str, ended: int | None) -> list[int]:
         observations, tools = json.loads(conversation)

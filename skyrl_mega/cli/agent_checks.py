@@ -1,0 +1,43 @@
+"""Checks of settings for environments that run an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.envs import registry
+from skyrl_mega.envs.agent import AgentEnv
+
+
+def check_agents(config: Config, names: Iterable[str]) -> None:
+    """Rejects settings under which environments of agents (`envs.agent`) cannot run.
+
+    Args:
+        config: The settings.
+        names: The environments in settings and data rows; environments without an agent are ignored.
+
+    Raises:
+        UserError: A trajectory would have to be a single sequence of tokens, or would have no time limit.
+    """
+    rollout, environments = config.rollout, config.environment
+    for name in names:
+        cls = registry.resolve(name, environments)
+        if not issubclass(cls, AgentEnv):
+            continue
+        why = f"environment {name} runs an agent"
+        if rollout.step_wise == "off":
+            text = f"{why}, whose requests may branch, so that a trajectory is no single sequence"
+            raise UserError(text, key="rollout.step_wise", value="off", fix="give rollout.step_wise=merged")
+        if rollout.conversation == "one_message":
+            text = f"{why}, whose requests are messages of their own"
+            fix = "give rollout.conversation=messages"
+            raise UserError(text, key="rollout.conversation", value="one_message", fix=fix)
+        if config.run.deterministic:
+            text = f"{why}, which decides when it asks the policy"
+            raise UserError(text, key="run.deterministic", value="true", fix="give run.deterministic=false")
+        options = registry.check_options(name, environments)
+        if rollout.trajectory_timeout_s is None and cls.longest_run_s(options) is None:
+            text = f"{why}, which nothing would end"
+            fix = "give seconds, such as rollout.trajectory_timeout_s=600"
+            raise UserError(text, key="rollout.trajectory_timeout_s", value="null", fix=fix)

@@ -1,0 +1,164 @@
+"""The tree of a session's exchanges. A request continues the exchange with the longest conversation that the request
+repeats; a client that rewrites, compacts or forks its history therefore opens a branch by itself.
+
+Conversations are compared by content: roles, texts and tool calls. Identifiers of calls, thoughts sent back, and spaces
+around the policy's text do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.tool_calls import calls_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and the policy's reply: a node of the tree."""
+
+    parent: Exchange | None
+    """The exchange that the request continued; None at the beginning of a conversation."""
+    messages: list[Message]
+    """Messages that the request added to the parent's conversation; for people."""
+    between: array[int]
+    """Tokens between the parent's reply and this reply: the template's text and the new messages. At the beginning of a
+    conversation all tokens of the context."""
+    tokens: array[int]
+    """Tokens of the reply, int32, exactly as sampled."""
+    logprobs: array[float]
+    """Log-prob of each token of the reply, float32."""
+    versions: Sequence[tuple[int, int]]
+    """Pairs (weight version, index of the version's first token in `tokens`)."""
+    reply: Message
+    """The reply as an assistant message with the whole text; for people."""
+    finish: str
+    """Reason for the end of the reply: `stop` or `length`."""
+    routes: np.ndarray | None = None
+    """Expert routes of the tokens from the parent's last token to this reply's last token but one, [n, M, K]; None
+    from an engine without routes."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools offered in the request."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Tool calls of the reply, with `name` and `arguments`; for people."""
+    at_s: float = 0.0
+    """Seconds from the trajectory's opening to the request."""
+    generate_s: float = 0.0
+    """Seconds from the request to the reply."""
+    length: int = field(init=False)
+    """Number of tokens of the conversation, the reply included."""
+    opening: int = field(init=False)
+    """Number of tokens of the conversation's first context, before any reply."""
+    continued: bool = field(init=False, default=False)
+    """True if another exchange continues this exchange."""
+
+    def __post_init__(self) -> None:
+        """Sets the lengths, and marks the parent as continued."""
+        self.length = len(self.between) + len(self.tokens)
+        self.opening = len(self.between)
+        if self.parent is not None:
+            self.length += self.parent.length
+            self.opening = self.parent.opening
+            self.parent.continued = True
+
+    def path(self) -> list[Exchange]:
+        """Returns the exchanges of the conversation, from the first to this exchange."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    def sequence(self) -> array[int]:
+        """Returns the tokens of the conversation, the reply included; a new array, int32."""
+        tokens = array("i")
+        for exchange in self.path():
+            tokens.extend(exchange.between)
+            tokens.extend(exchange.tokens)
+        return tokens
+
+
+class Continuation(NamedTuple):
+    """The place of a request in the tree."""
+
+    exchange: Exchange | None
+    """The exchange that the request continues; None if the request begins a conversation."""
+    repeated: int
+    """Number of the request's messages that repeat the exchange's conversation."""
+    digest: bytes
+    """Digest of all messages and tools of the request, for `RequestTree.add`."""
+
+
+class RequestTree:
+    """The exchanges of a session."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+        """All exchanges, in the order of the replies."""
+        self._by_conversation: dict[bytes, Exchange] = {}
+        """Digest of tools, messages and reply → the latest exchange with this conversation."""
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
+        """Returns the exchange that a request continues: with the same tools and the longest conversation that is a
+        proper prefix of the request's messages.
+
+        Raises:
+            Malformed: An assistant message has `tool_calls` that are no list of calls.
+        """
+        digest, latest, repeated = _digest(b"", _json(list(tools))), None, 0
+        for number, message in enumerate(messages, 1):
+            digest = _digest(digest, _content(message))
+            exchange = self._by_conversation.get(digest)
+            if exchange is not None and number < len(messages):
+                latest, repeated = exchange, number
+        return Continuation(latest, repeated, digest)
+
+    def find_tokens(self, tokens: array[int]) -> Exchange | None:
+        """Returns the exchange with the longest conversation that is a prefix of the tokens, the latest of several;
+        None without such an exchange."""
+        longest: Exchange | None = None
+        for exchange in reversed(self.exchanges):
+            least = 0 if longest is None else longest.length
+            if least < exchange.length <= len(tokens) and exchange.sequence() == tokens[: exchange.length]:
+                longest = exchange
+        return longest
+
+    def add(self, exchange: Exchange, request: bytes | None, shown: Message) -> None:
+        """Adds an exchange.
+
+        Args:
+            exchange: The exchange.
+            request: `Continuation.digest` of the request; None for a request of tokens, which no messages continue.
+            shown: The reply as an assistant message, as the agent sees and will repeat it.
+        """
+        self.exchanges.append(exchange)
+        if request is not None:
+            self._by_conversation[_digest(request, _content(shown))] = exchange
+
+    def conversations(self) -> list[Exchange]:
+        """Returns the last exchange of each conversation, in the order of the replies."""
+        return [exchange for exchange in self.exchanges if not exchange.continued]
+
+
+def _content(message: Message) -> str:
+    """Returns the part of a message that conversations are compared by."""
+    text = message.get("content") or ""
+    if message["role"] != "assistant":
+        return _json([message["role"], text])
+    functions = [call["function"] for call in calls_of(message)]
+    return _json(["assistant", text.strip(), [[call["name"], call["arguments"]] for call in functions]])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _digest(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()

@@ -1,0 +1,435 @@
+"""The session of a trajectory: answers an agent's requests with the policy, and keeps every exchange as tokens.
+
+What the policy wrote is never tokenised again: a request that repeats an earlier conversation continues that
+conversation's tokens (`graph.RequestTree`), and only the new messages are rendered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.common.safe_read import Malformed
+from skyrl_mega.engines.base import Completion, Request
+from skyrl_mega.envs.base import ROLES, Message
+from skyrl_mega.models.routes import WrongRoutes
+from skyrl_mega.rollout.agent.limits import TrajectoryLimits
+from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
+from skyrl_mega.rollout.agent.seeds import stream_seed
+from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
+from skyrl_mega.rollout.endpoint.replies import cut_at_stop, parse_reply, thoughts_are_open
+from skyrl_mega.rollout.endpoint.requests import (
+    BadRequest,
+    ChatRequest,
+    ContextTooLong,
+    Reply,
+    RequestError,
+    SessionEnded,
+    TokenRequest,
+    TurnLimit,
+)
+from skyrl_mega.rollout.routing.router import Router
+from skyrl_mega.trajectories.trajectory import Status
+
+MOST_REPLIES = 16
+"""Most replies to a request."""
+PREFILL = "the last message is the assistant's: the policy does not continue a reply that the agent began"
+
+
+class OutOfTime(SessionEnded):
+    """The time of the trajectory is over."""
+
+    def __init__(self) -> None:
+        super().__init__("the time of the trajectory is over (rollout.trajectory_timeout_s)")
+
+
+LIMITS: dict[type[RequestError], Status] = {
+    ContextTooLong: Status.TRUNCATED_TOKENS,
+    TurnLimit: Status.TRUNCATED_TURNS,
+    OutOfTime: Status.TRUNCATED_TIME,
+}
+"""Refusal → status of a trajectory that ends with this refusal."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The tokens that the policy reads before a reply."""
+
+    parent: Exchange | None
+    """The exchange that the request continues."""
+    messages: list[Message]
+    """The request's new messages."""
+    tools: list[dict[str, Any]]
+    between: array[int]
+    """Tokens after the parent's reply; all tokens without a parent."""
+    request: bytes | None
+    """`graph.Continuation.digest` of the request; None for a request of tokens."""
+
+    def tokens(self) -> array[int]:
+        """Returns all tokens, int32."""
+        return self.between if self.parent is None else self.parent.sequence() + self.between
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The engines' completions of a request."""
+
+    completions: list[Completion]
+    at_s: float
+    """Seconds from the trajectory's opening to the request."""
+    generate_s: float
+    """Seconds from the request to the last completion."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request in the form that decides if two requests are the same."""
+
+    context: bytes
+    """The tokens of the context."""
+    most: int
+    """Most tokens of a reply."""
+    stop: tuple[str, ...]
+    n: int
+
+
+class AgentSession:
+    """The requests of a trajectory (`requests.Session`). Lives in the event loop of the rollouts.
+
+    Args:
+        name: Name of the trajectory, the source of the requests' names and random streams.
+        router: Sends requests to the engines.
+        renderer: Tokenizer and chat template.
+        limits: Limits of the trajectory.
+        opened_at: `time.perf_counter()` at the trajectory's opening.
+        until: `time.perf_counter()` at the end of the trajectory's time; None sets no limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        renderer: Renderer,
+        limits: TrajectoryLimits,
+        *,
+        opened_at: float,
+        until: float | None = None,
+    ) -> None:
+        self.name, self.router, self.renderer, self.limits = name, router, renderer, limits
+        self.opened_at, self.until = opened_at, until
+        self.tree = RequestTree()
+        self.requests = 0
+        """Number of requests sent to the engines; several replies to a request count once."""
+        self.ignored = 0
+        """Number of given parameters that the run does not follow."""
+        self.dropped: Counter[str] = Counter()
+        """Reason → number of sampled tokens outside the tree: `after_stop` (after a stop string), `client_gone` (the
+        client did not wait for the reply), `after_end` (the agent had ended), `out_of_time`."""
+        self.limit: Status | None = None
+        """Status of the limit that the latest request met; None if the latest request was answered in full."""
+        self.refused_by_limit = False
+        """True if the limit refused the latest request, rather than cutting the reply."""
+        self.refusal = ""
+        """Text of the latest refused request."""
+        self.generating_s = 0.0
+        """Seconds in which at least one request waited for the policy."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises the first fault that is no fault of the agent, such as a missing engine; pending without a fault."""
+        self._ended = False
+        self._named: Counter[str] = Counter()
+        """Digest of a context → number of replies named after the context."""
+        self._tasks: dict[asyncio.Task[Answer], Asked] = {}
+        """Requests whose tokens are neither in the tree nor dropped yet."""
+        self._abandoned: list[asyncio.Task[Answer]] = []
+        """The requests of `_tasks` whose client has gone, in order."""
+        self._working, self._working_since = 0, 0.0
+
+    async def chat(self, request: ChatRequest) -> list[Reply]:
+        """Answers a chat request with `request.n` replies. Raises as `requests.Session.chat` does, and CancelledError
+        if the caller stops waiting; then the tokens are dropped, unless the same request comes again."""
+        return await self._answer(lambda: self._of_messages(request), request, request.n)
+
+    async def continue_tokens(self, request: TokenRequest) -> Reply:
+        """Continues tokens. Raises as `chat` does."""
+        (reply,) = await self._answer(lambda: self._of_tokens(request), request, 1)
+        return reply
+
+    async def finish(self) -> None:
+        """Ends the session: refuses further requests, waits for the engines' answers to all earlier requests, and
+        counts the tokens that nobody received as dropped.
+
+        Raises:
+            Exception: A fault that is no fault of the agent, as in `failed`.
+        """
+        self._ended = True
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for task in [*self._tasks]:
+            self._drop(task, "client_gone" if task in self._abandoned else "after_end")
+        if self.failed.done():
+            self.failed.result()
+
+    def abort(self) -> None:
+        """Ends the session without waiting for the engines, because the trajectory is abandoned."""
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _answer(self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int) -> list[Reply]:
+        try:
+            return await self._replies(read, request, n)
+        except RequestError as error:
+            self.refusal = str(error)
+            if (limit := LIMITS.get(type(error))) is not None and not self._ended:
+                self.limit, self.refused_by_limit = limit, True
+            raise
+        except Exception as error:  # no fault of the agent: raised again by `failed`, and ends the trajectory
+            self._fail(error)
+            raise SessionEnded("the run cannot answer any more") from error
+
+    async def _replies(self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int) -> list[Reply]:
+        self._check_open()
+        if not 1 <= n <= MOST_REPLIES:
+            raise BadRequest(f"n is {n}; allowed is 1 to {MOST_REPLIES}")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise BadRequest(f"the most tokens of a reply are {request.max_tokens}; allowed is at least 1")
+        self.ignored += len(request.ignored)
+        context = read()
+        room, tokens = self._room(context), context.tokens()
+        most = room if request.max_tokens is None else min(room, request.max_tokens)
+        asked = Asked(tokens.tobytes(), most, tuple(request.stop), n)
+        task = self._abandoned_task(asked) or self._start(context, tokens, asked)
+        try:
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task in self._tasks and not task.cancelled() and not self._ended:
+                self._abandoned.append(task)
+            raise
+        if self._ended:
+            self._drop(task, "after_end")
+            self._check_open()
+        if any(completion.finish == "timeout" for completion in answer.completions):
+            self._drop(task, "out_of_time")
+            raise OutOfTime
+        self._tasks.pop(task)
+        replies = [self._reply(context, tokens, completion, answer, request.stop) for completion in answer.completions]
+        cut_by_run = most == room and any(completion.finish == "length" for completion in answer.completions)
+        self.limit, self.refused_by_limit = (Status.TRUNCATED_TOKENS if cut_by_run else None), False
+        return replies
+
+    def _check_open(self) -> None:
+        """Raises SessionEnded after the end of the session or of the trajectory's time."""
+        if self._ended:
+            raise SessionEnded("the trajectory has ended")
+        if self._seconds_left() == 0:
+            raise OutOfTime
+
+    def _seconds_left(self) -> float | None:
+        return None if self.until is None else max(0.0, self.until - time.perf_counter())
+
+    def _of_messages(self, request: ChatRequest) -> Context:
+        """Returns the context of a chat request.
+
+        Raises:
+            BadRequest: The messages are no conversation that the policy can answer.
+            ContextTooLong: The messages surely have more tokens than a sequence may have.
+        """
+        messages, tools = request.messages, request.tools
+        _check_messages(messages, tools)
+        try:
+            parent, repeated, digest = self.tree.find(messages, tools)
+            new = messages[repeated:]
+            if parent is None:
+                # The samples of a prompt often begin with the same messages; later requests hardly repeat.
+                tokens = self.renderer.render(messages, tools, cached=not self.requests)
+            else:
+                tokens = self.renderer.following(parent.tokens[-1], new, tools, cached=False)
+        except (Malformed, TemplateError) as error:
+            raise BadRequest(str(error)) from error
+        except TooLong as error:
+            raise ContextTooLong(error.tokens, self.limits.length) from error
+        return Context(parent, new, tools, array("i", tokens), digest)
+
+    def _of_tokens(self, request: TokenRequest) -> Context:
+        """Returns the context of a request of tokens. Raises BadRequest without tokens, or for a number that is no
+        token."""
+        vocabulary = self.renderer.vocabulary or len(self.renderer.tokenizer)
+        if not request.tokens or not all(0 <= token < vocabulary for token in request.tokens):
+            raise BadRequest(f"the prompt needs tokens, each at least 0 and below {vocabulary}")
+        tokens = array("i", request.tokens)
+        parent = self.tree.find_tokens(tokens)
+        between = tokens if parent is None else tokens[parent.length :]
+        text = {"role": "user", "content": self.renderer.text(between)}
+        return Context(parent, [text] if between else [], [], between, None)
+
+    def _room(self, context: Context) -> int:
+        """Returns the most tokens of a reply under the limits of a turn, of the sequence, and of the conversation's
+        tokens after its first context.
+
+        Raises:
+            ContextTooLong: The context leaves no room, or exceeds `rollout.max_input_tokens`.
+        """
+        parent, limits = context.parent, self.limits
+        length = len(context.between) + (parent.length if parent else 0)
+        opening = parent.opening if parent else length
+        if limits.input is not None and length > limits.input:
+            raise ContextTooLong(length, limits.input)
+        most = min(limits.length, opening + limits.response)
+        if length >= most:
+            raise ContextTooLong(length, most)
+        return min(limits.turn, most - length)
+
+    def _abandoned_task(self, asked: Asked) -> asyncio.Task[Answer] | None:
+        """Returns the earliest request that is the same and whose client has gone, for a client that tries again; None
+        without such a request."""
+        for task in self._abandoned:
+            if self._tasks[task] == asked:
+                self._abandoned.remove(task)
+                return task
+        return None
+
+    def _start(self, context: Context, tokens: array[int], asked: Asked) -> asyncio.Task[Answer]:
+        """Sends a request to the engines, once for each of its replies, and returns the task of the answer.
+
+        Raises:
+            TurnLimit: The trajectory has used all of its requests.
+        """
+        if self.requests >= self.limits.turns:
+            raise TurnLimit(f"the trajectory has used its {self.limits.turns} requests (rollout.max_turns)")
+        self.requests += 1
+        digest = hashlib.blake2b(asked.context, digest_size=8).hexdigest()
+        parent, left, requests = context.parent, self._seconds_left(), []
+        routes_from = 0 if parent is None or parent.routes is None else parent.length - 1
+        for _ in range(asked.n):
+            name = f"{self.name}/{digest}-{self._named[digest]}"
+            self._named[digest] += 1
+            requests.append(Request(name, tokens, asked.most, stream_seed(name), left, routes_from))
+        task = asyncio.create_task(self._generate(requests))
+        self._tasks[task] = asked
+        task.add_done_callback(self._note_fault)
+        return task
+
+    async def _generate(self, requests: list[Request]) -> Answer:
+        began = time.perf_counter()
+        if not self._working:
+            self._working_since = began
+        self._working += 1
+        try:
+            completions = await asyncio.gather(*map(self.router.generate, requests))
+        finally:
+            now = time.perf_counter()
+            self._working -= 1
+            if not self._working:
+                self.generating_s += now - self._working_since
+        return Answer(completions, began - self.opened_at, now - began)
+
+    def _note_fault(self, task: asyncio.Task[Answer]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._ended = True
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # marks the exception as retrieved: an abandoned trajectory never raises it
+
+    def _drop(self, task: asyncio.Task[Answer], reason: str) -> None:
+        """Counts the tokens of an ended request as dropped, unless counted before."""
+        if self._tasks.pop(task, None) is not None and not task.cancelled() and task.exception() is None:
+            self.dropped[reason] += sum(len(completion.tokens) for completion in task.result().completions)
+
+    def _reply(
+        self, context: Context, tokens: array[int], completion: Completion, answer: Answer, stop: Sequence[str]
+    ) -> Reply:
+        """Adds a completion to the tree and returns the reply for the agent."""
+        kept, text, stop_string = cut_at_stop(completion.tokens, stop, self.renderer)
+        self.dropped["after_stop"] += len(completion.tokens) - kept
+        id = completion.id.rpartition("/")[2]
+        digest, _, number = id.partition("-")
+        thinking = thoughts_are_open(tokens, self.renderer)
+        reasoning, message = parse_reply(text, self.renderer, int(digest, 16) * 1000 + int(number), thinking=thinking)
+        parent = context.parent
+        exchange = Exchange(
+            parent,
+            context.messages,
+            context.between,
+            array("i", completion.tokens[:kept]),
+            array("f", completion.logprobs[:kept]),
+            [(version, first) for version, first in completion.versions if first < kept],
+            {"role": "assistant", "content": text},
+            completion.finish if stop_string is None else "stop",
+            routes=_routes(context, len(tokens), completion, kept),
+            tools=context.tools,
+            tool_calls=[{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
+            at_s=answer.at_s,
+            generate_s=answer.generate_s,
+        )
+        reply = Reply(
+            id=id,
+            text=text,
+            reasoning=reasoning,
+            content=message.content,
+            tool_calls=message.tool_calls,
+            tokens=exchange.tokens,
+            logprobs=exchange.logprobs,
+            finish=completion.finish if stop_string is None else "stop_string",
+            stop_string=stop_string,
+            prompt_tokens=len(tokens),
+            cached_tokens=parent.length if parent else 0,
+        )
+        self.tree.add(exchange, context.request, shown(reply))
+        return reply
+
+
+def shown(reply: Reply) -> Message:
+    """Returns a reply as an assistant message, as the agent sees and repeats it."""
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in reply.visible_calls]
+    return {"role": "assistant", "content": reply.visible_text, "tool_calls": calls}
+
+
+def _check_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises BadRequest unless the messages are text that ends with a message for the policy."""
+    if not messages:
+        raise BadRequest("there are no messages")
+    for number, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise BadRequest(f"message {number} has role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise BadRequest(f"message {number} has no text")
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest(PREFILL)
+    try:
+        json.dumps([messages, list(tools)], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"a message is no valid Unicode: {error.reason}") from error
+
+
+def _routes(context: Context, given: int, completion: Completion, kept: int) -> Any:
+    """Returns the expert routes of an exchange (`Exchange.routes`).
+
+    Args:
+        context: The context of the request.
+        given: Number of tokens of the context.
+        completion: The engine's answer.
+        kept: Number of tokens kept of the answer.
+
+    Raises:
+        WrongRoutes: The number of routes does not match the number of tokens.
+    """
+    if completion.routes is None:
+        return None
+    parent = context.parent
+    first = 0 if parent is None or parent.routes is None else parent.length - 1
+    if len(completion.routes) != given + len(completion.tokens) - 1 - first:
+        raise WrongRoutes(
+            f"request {completion.id}: the engine returned routes of {len(completion.routes)} tokens instead of "
+            f"{given + len(completion.tokens) - 1 - first}"
+        )
+    return completion.routes[: given + kept - 1 - first]

@@ -1,0 +1,109 @@
+"""The trajectory of a session: every conversation of the tree, with each token of the policy trained on once.
+
+A conversation is a `prompt` step with everything up to the first reply not trained on in an earlier conversation,
+followed by `response` and `observation` steps. So the prefix shared by two branches is context in the second.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skyrl_mega.models.routes import COLUMN
+from skyrl_mega.rollout.agent import edits
+from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
+from skyrl_mega.trajectories.trajectory import Kind, Trajectory, TrajectoryStep
+
+
+def fill(t: Trajectory, tree: RequestTree) -> None:
+    """Fills a trajectory without tokens with the conversations of a tree, in the order of their last replies. Replaces
+    the trajectory's messages and tools; does nothing if the tree is empty.
+
+    Args:
+        t: The trajectory, changed in place; its only step is the empty first prompt.
+        tree: The exchanges of the trajectory's session.
+    """
+    if not tree.exchanges:
+        return
+    t.messages, t.tools, t.steps[0].messages = [], tree.exchanges[0].tools, 0
+    trained: set[Exchange] = set()
+    routes: list[np.ndarray | int] = []
+    for last in tree.conversations():
+        path = last.path()
+        new = next(place for place, exchange in enumerate(path) if exchange not in trained)
+        trained.update(path)
+        _add_context(t, path, new)
+        for place, exchange in enumerate(path[new:], new):
+            if place > new:
+                _add_observation(t, path[place - 1], exchange)
+            _add_response(t, exchange)
+        routes += _routes(path)
+    t.turns = len(tree.exchanges)
+    _keep_routes(t, routes)
+
+
+def _add_context(t: Trajectory, path: list[Exchange], new: int) -> None:
+    """Appends the step of a conversation's tokens before the reply of `path[new]`."""
+    first = not t.tokens
+    if not first:
+        t.steps.append(TrajectoryStep(Kind.PROMPT, len(t.tokens), len(t.tokens), at_s=path[new].at_s))
+    for exchange in path[:new]:
+        edits.append(t, exchange.between, 0)
+        edits.append(t, exchange.tokens, 0)
+        edits.append_messages(t, [*exchange.messages, exchange.reply])
+    edits.append(t, path[new].between, 0)
+    edits.append_messages(t, path[new].messages)
+    if first:
+        t.prompt_length = len(t.tokens)
+
+
+def _add_observation(t: Trajectory, before: Exchange, exchange: Exchange) -> None:
+    """Appends the step between two replies."""
+    end = len(t.tokens)
+    t.steps.append(TrajectoryStep(Kind.OBSERVATION, end, end, at_s=before.at_s + before.generate_s))
+    edits.append(t, exchange.between, 0)
+    edits.append_messages(t, exchange.messages)
+
+
+def _add_response(t: Trajectory, exchange: Exchange) -> None:
+    """Appends the step of a reply."""
+    end = len(t.tokens)
+    t.steps.append(
+        TrajectoryStep(
+            Kind.RESPONSE,
+            end,
+            end,
+            at_s=exchange.at_s,
+            generate_s=exchange.generate_s,
+            finish=exchange.finish,
+            tool_calls=exchange.tool_calls,
+        )
+    )
+    t.versions += [(version, end + first) for version, first in exchange.versions]
+    edits.append(t, exchange.tokens, 1, exchange.logprobs)
+    edits.append_messages(t, [exchange.reply])
+
+
+def _routes(path: list[Exchange]) -> list[np.ndarray | int]:
+    """Returns the expert routes of a conversation's tokens in parts; a number stands for tokens without routes, such as
+    the last."""
+    parts: list[np.ndarray | int] = []
+    known = end = 0
+    for exchange in path:
+        end += len(exchange.between) + len(exchange.tokens)
+        if exchange.routes is not None:
+            begins = end - 1 - len(exchange.routes)
+            parts += [begins - known, exchange.routes]
+            known = end - 1
+    return [*parts, end - known]
+
+
+def _keep_routes(t: Trajectory, parts: list[np.ndarray | int]) -> None:
+    """Stores the routes as the trajectory's column `models.routes.COLUMN`, with zeros for tokens without routes. Does
+    nothing without routes."""
+    like = next((part for part in parts if isinstance(part, np.ndarray)), None)
+    if like is None:
+        return
+    from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
+
+    arrays = [np.zeros((part, *like.shape[1:]), like.dtype) if isinstance(part, int) else part for part in parts]
+    t.columns[COLUMN] = Column(flat(arrays, like.dtype), "input")
