@@ -85,8 +85,8 @@ class Kind(str, Enum):
     """Author of the tokens of a step."""
 
     PROMPT = "prompt"
-    """The opening of a conversation: the first prompt, or a new conversation put by the environment in place of
-    everything before."""
+    """The opening of a conversation: the first prompt, a new conversation put by the environment in place of everything
+    before, or a further conversation of an agent."""
     RESPONSE = "response"
     """Tokens of the policy."""
     OBSERVATION = "observation"
@@ -125,7 +125,9 @@ class Trajectory:
     three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy reads them without a copy.
 
     If an environment rewrites the conversation (`rollout.step_wise`), the new conversation follows the old one as a
-    further `prompt` step. The context of a response reaches from the start of the last prompt to the response.
+    further `prompt` step. The context of a response reaches from the start of the last prompt to the response. The
+    conversations of an agent (`envs.agent`) follow one another in the same way; the prompt of a branch contains replies
+    of the policy, trained on in an earlier conversation.
 
     The repr leaves out `ARRAYS`: `asyncio.run` writes the repr of the result, and must not fetch remote arrays.
     """
@@ -163,7 +165,7 @@ class Trajectory:
     retries: int = 0
     """Number of times that the trajectory was started again after an infrastructure fault."""
     steps: list[TrajectoryStep] = field(default_factory=list)
-    """The steps, in chronological order."""
+    """The steps, in chronological order; those of an agent conversation by conversation."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
     """Further values of each token, shape [T, …], carried along by the batch."""
     remote_arrays: RemoteArrays | None = None

@@ -66,7 +66,8 @@ class EnvironmentConfig:
     """Environment name → options for the constructor."""
     workers: int = between(1, MOST, ENVIRONMENT_WORKERS)
     """Maximum number of concurrent environment calls, each in a thread; further calls wait, and waiting does not count
-    towards the time limit. With `processes`, the threads are divided among the rollout workers."""
+    towards the time limit. Also the maximum number of agents at work (docs/agents.md), in threads of their own. With
+    `processes`, the threads are divided among the rollout workers."""
     slots: Optional[int] = between(1, MOST, None)
     """Maximum number of open environments in the run; a trajectory waits for a slot before opening an environment. null
     opens all requested environments before the first turn."""

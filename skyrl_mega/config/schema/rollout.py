@@ -51,9 +51,10 @@ class RolloutConfig:
     """Maximum number of tokens before a turn; a trajectory with more ends before this turn. null starts a turn as long
     as `max_length` and `max_response_tokens` leave space for a token."""
     max_response_tokens: Optional[int] = at_least(1, None)
-    """Maximum number of tokens after the prompt, over all turns; null uses max_turns · sampling.max_tokens."""
+    """Maximum number of tokens after the prompt, over all turns; null uses max_turns · sampling.max_tokens. Of an
+    agent, the limit holds for each conversation."""
     max_turns: int = at_least(1, 1)
-    """Maximum number of turns per trajectory."""
+    """Maximum number of turns per trajectory; of an agent (docs/agents.md), the maximum number of requests."""
     concurrency: int = between(1, MOST, 256)
     """Maximum number of running sequences per engine. The router also limits an engine's requests to twice the KV
     cache, with every request counted at maximum length."""
@@ -75,8 +76,8 @@ class RolloutConfig:
     is no limit. A limit below the duration of the whole generation truncates the last trajectories. The environment
     still receives a truncated answer, and environment calls are not cut by this limit. If the environment is not
     finished with the answer, or time runs out between turns, the environment can grade the unfinished trajectory
-    (`out_of_time`); otherwise the trajectory keeps the rewards received so far. The effect depends on the speed of the
-    machine."""
+    (`out_of_time`); otherwise the trajectory keeps the rewards received so far. An agent gets no further reply, and has
+    `env_timeout_s` to end and grade its work. The effect depends on the speed of the machine."""
     step_wise: str = one_of("off", "turns", "merged")
     """Unit of a training sample. off: a trajectory. turns: a turn with everything the policy saw before, for
     environments with rewritten conversations. merged: like turns, but a turn that only extends the previous turn is
