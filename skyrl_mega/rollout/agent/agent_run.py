@@ -1,4 +1,4 @@
-"""A trajectory whose environment runs an agent: the agent asks the policy through an endpoint, in its own order."""
+"""A trajectory of an agent: the agent asks the policy through an endpoint, in its own order."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ async def run_agent(
         reward_weights: `algorithm.reward_weights`.
 
     Raises:
-        Exception: A fault that is no fault of the agent (`AgentSession.failed`), such as a missing engine.
+        Exception: A fault of the run rather than of the agent (`AgentSession.failed`), such as a missing engine.
     """
     t, first = opened.trajectory, opened.trajectory.steps[0]
     env_s, step_s = t.seconds["env"], first.env_s
     answer, fault = None, None
     try:
-        answer = await _until_failed(_run(opened, session, limits, reward_weights), session.failed)
-    except EnvironmentFault as error:
-        fault = error
+        try:
+            answer = await _until_failed(_run(opened, session, limits, reward_weights), session.failed)
+        except EnvironmentFault as error:
+            fault = error
+        await session.finish()
     except BaseException:
         session.abort()
         raise
-    await session.finish()
     to_trajectory.fill(t, session.tree)
     agent_s = max(0.0, t.seconds["env"] - env_s - session.generating_s)
     t.seconds["env"], first.env_s = env_s + agent_s, step_s
@@ -66,12 +67,13 @@ async def _run(
     try:
         return await opened.env.run(endpoint, prompt, reward_weights, limits.trajectory_timeout_s)
     finally:
+        session.end()
         server().close(endpoint)
 
 
 async def _until_failed(work: Awaitable[Answer], failed: asyncio.Future[None]) -> Answer:
-    """Returns the result of `work`. Cancels `work`, waits for its end and raises the exception of `failed` if that
-    comes first."""
+    """Returns the result of `work`. If `failed` comes first, cancels `work`, waits for the end and raises the exception
+    of `failed`."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +96,7 @@ def _grade(
 ) -> None:
     """Sets the trajectory's reward, metadata and status.
 
-    An agent that raised after a limit of the run is no fault: a program without its policy can hardly do otherwise.
+    An exception after a refusal by a limit of the run is no fault: a program without its policy can hardly go on.
     """
     t = opened.trajectory
     if fault is None and not session.tree.exchanges and session.limit is not Status.TRUNCATED_TIME:
@@ -112,7 +114,7 @@ def _grade(
 
 def metrics(session: AgentSession) -> dict[str, float]:
     """Returns the figures of a session by name: requests, conversations, tokens dropped in all and by reason, and
-    parameters that the run did not follow."""
+    parameters not followed by the run."""
     return {
         "agent_requests": session.requests,
         "agent_branches": len(session.tree.conversations()),

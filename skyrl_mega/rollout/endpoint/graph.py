@@ -1,5 +1,5 @@
-"""The tree of a session's exchanges. A request continues the exchange with the longest conversation that the request
-repeats; a client that rewrites, compacts or forks its history therefore opens a branch by itself.
+"""The tree of a session's exchanges. A request continues the exchange with the longest conversation repeated by the
+request. So an agent opens a branch by rewriting, compacting or forking the history.
 
 Conversations are compared by content: roles, texts and tool calls. Identifiers of calls, thoughts sent back, and spaces
 around the policy's text do not matter.
@@ -26,9 +26,9 @@ class Exchange:
     """A request and the policy's reply: a node of the tree."""
 
     parent: Exchange | None
-    """The exchange that the request continued; None at the beginning of a conversation."""
+    """The exchange continued by the request; None at the beginning of a conversation."""
     messages: list[Message]
-    """Messages that the request added to the parent's conversation; for people."""
+    """The request's messages after the parent's conversation; for people."""
     between: array[int]
     """Tokens between the parent's reply and this reply: the template's text and the new messages. At the beginning of a
     conversation all tokens of the context."""
@@ -89,9 +89,9 @@ class Continuation(NamedTuple):
     """The place of a request in the tree."""
 
     exchange: Exchange | None
-    """The exchange that the request continues; None if the request begins a conversation."""
+    """The exchange to continue; None if the request begins a conversation."""
     repeated: int
-    """Number of the request's messages that repeat the exchange's conversation."""
+    """Number of the request's messages in the exchange's conversation."""
     digest: bytes
     """Digest of all messages and tools of the request, for `RequestTree.add`."""
 
@@ -106,11 +106,11 @@ class RequestTree:
         """Digest of tools, messages and reply → the latest exchange with this conversation."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
-        """Returns the exchange that a request continues: with the same tools and the longest conversation that is a
-        proper prefix of the request's messages.
+        """Returns the place of a request: after the exchange with the same tools and the longest conversation among
+        the proper prefixes of the request's messages, the latest of several.
 
         Raises:
-            Malformed: An assistant message has `tool_calls` that are no list of calls.
+            Malformed: The `tool_calls` of an assistant message are no list of calls.
         """
         digest, latest, repeated = _digest(b"", _json(list(tools))), None, 0
         for number, message in enumerate(messages, 1):
@@ -121,7 +121,7 @@ class RequestTree:
         return Continuation(latest, repeated, digest)
 
     def find_tokens(self, tokens: array[int]) -> Exchange | None:
-        """Returns the exchange with the longest conversation that is a prefix of the tokens, the latest of several;
+        """Returns the exchange with the longest conversation among the prefixes of the tokens, the latest of several;
         None without such an exchange."""
         longest: Exchange | None = None
         for exchange in reversed(self.exchanges):
@@ -135,7 +135,7 @@ class RequestTree:
 
         Args:
             exchange: The exchange.
-            request: `Continuation.digest` of the request; None for a request of tokens, which no messages continue.
+            request: `Continuation.digest` of the request; None for a request of tokens, never continued by messages.
             shown: The reply as an assistant message, as the agent sees and will repeat it.
         """
         self.exchanges.append(exchange)
@@ -148,7 +148,7 @@ class RequestTree:
 
 
 def _content(message: Message) -> str:
-    """Returns the part of a message that conversations are compared by."""
+    """Returns the part of a message used for comparing conversations."""
     text = message.get("content") or ""
     if message["role"] != "assistant":
         return _json([message["role"], text])

@@ -18,7 +18,7 @@ class CutReply(NamedTuple):
     """A reply up to a stop string."""
 
     kept: int
-    """Number of tokens up to the token that completes the stop string; all tokens without a stop string."""
+    """Number of tokens up to the end of the stop string; all tokens without a stop string."""
     text: str
     """The text before the stop string."""
     stop: str | None
@@ -26,7 +26,7 @@ class CutReply(NamedTuple):
 
 
 def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], chat: Renderer) -> CutReply:
-    """Cuts a reply at the first token that completes one of the stop strings.
+    """Cuts a reply at the first token completing a stop string.
 
     Args:
         tokens: Sampled tokens of the reply.
@@ -62,7 +62,7 @@ def parse_reply(text: str, chat: Renderer, turn: int, *, thinking: bool) -> Pars
     Args:
         text: Text of the reply.
         chat: Parses tool calls in the template's format.
-        turn: Number that makes the identifiers of the calls unique in the session.
+        turn: Number in the identifiers of the calls, unique in the session.
         thinking: True if the template has opened the thoughts before the reply.
     """
     body = text.lstrip()

@@ -1,7 +1,7 @@
 """The session of a trajectory: answers an agent's requests with the policy, and keeps every exchange as tokens.
 
-What the policy wrote is never tokenised again: a request that repeats an earlier conversation continues that
-conversation's tokens (`graph.RequestTree`), and only the new messages are rendered.
+The policy's text is never tokenised again: a request repeating an earlier conversation continues the conversation's
+tokens (`graph.RequestTree`), and only the new messages are rendered.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ LIMITS: dict[type[RequestError], Status] = {
     TurnLimit: Status.TRUNCATED_TURNS,
     OutOfTime: Status.TRUNCATED_TIME,
 }
-"""Refusal → status of a trajectory that ends with this refusal."""
+"""Refusal → status of a trajectory ending with this refusal."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The tokens that the policy reads before a reply."""
+    """The tokens read by the policy before a reply."""
 
     parent: Exchange | None
-    """The exchange that the request continues."""
+    """The exchange continued by the request; None at the beginning of a conversation."""
     messages: list[Message]
     """The request's new messages."""
     tools: list[dict[str, Any]]
@@ -90,7 +90,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request in the form that decides if two requests are the same."""
+    """The properties by which two requests are the same."""
 
     context: bytes
     """The tokens of the context."""
@@ -128,27 +128,27 @@ class AgentSession:
         self.requests = 0
         """Number of requests sent to the engines; several replies to a request count once."""
         self.ignored = 0
-        """Number of given parameters that the run does not follow."""
+        """Number of parameters given by the agent and not followed by the run."""
         self.dropped: Counter[str] = Counter()
         """Reason → number of sampled tokens outside the tree: `after_stop` (after a stop string), `client_gone` (the
         client did not wait for the reply), `after_end` (the agent had ended), `out_of_time`."""
         self.limit: Status | None = None
-        """Status of the limit that the latest request met; None if the latest request was answered in full."""
+        """Status of the limit met by the latest request; None if the latest request was answered in full."""
         self.refused_by_limit = False
         """True if the limit refused the latest request, rather than cutting the reply."""
         self.refusal = ""
         """Text of the latest refused request."""
         self.generating_s = 0.0
-        """Seconds in which at least one request waited for the policy."""
+        """Seconds with at least one request waiting for the policy."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises the first fault that is no fault of the agent, such as a missing engine; pending without a fault."""
+        """Raises the first fault of the run rather than of the agent, such as a missing engine; pending without one."""
         self._ended = False
         self._named: Counter[str] = Counter()
         """Digest of a context → number of replies named after the context."""
         self._tasks: dict[asyncio.Task[Answer], Asked] = {}
-        """Requests whose tokens are neither in the tree nor dropped yet."""
+        """Requests with tokens neither in the tree nor dropped yet."""
         self._abandoned: list[asyncio.Task[Answer]] = []
-        """The requests of `_tasks` whose client has gone, in order."""
+        """The requests of `_tasks` without a waiting client, in order."""
         self._working, self._working_since = 0, 0.0
 
     async def chat(self, request: ChatRequest) -> list[Reply]:
@@ -161,14 +161,18 @@ class AgentSession:
         (reply,) = await self._answer(lambda: self._of_tokens(request), request, 1)
         return reply
 
+    def end(self) -> None:
+        """Refuses further requests, and drops the tokens of all requests not answered yet."""
+        self._ended = True
+
     async def finish(self) -> None:
-        """Ends the session: refuses further requests, waits for the engines' answers to all earlier requests, and
-        counts the tokens that nobody received as dropped.
+        """Ends the session, waits for the engines' answers to all earlier requests, and counts the tokens received by
+        nobody as dropped.
 
         Raises:
-            Exception: A fault that is no fault of the agent, as in `failed`.
+            Exception: A fault of the run rather than of the agent, as in `failed`.
         """
-        self._ended = True
+        self.end()
         if self._tasks:
             await asyncio.wait(self._tasks)
         for task in [*self._tasks]:
@@ -178,7 +182,7 @@ class AgentSession:
 
     def abort(self) -> None:
         """Ends the session without waiting for the engines, because the trajectory is abandoned."""
-        self._ended = True
+        self.end()
         for task in self._tasks:
             task.cancel()
 
@@ -238,7 +242,7 @@ class AgentSession:
         """Returns the context of a chat request.
 
         Raises:
-            BadRequest: The messages are no conversation that the policy can answer.
+            BadRequest: The policy cannot answer the messages.
             ContextTooLong: The messages surely have more tokens than a sequence may have.
         """
         messages, tools = request.messages, request.tools
@@ -258,8 +262,8 @@ class AgentSession:
         return Context(parent, new, tools, array("i", tokens), digest)
 
     def _of_tokens(self, request: TokenRequest) -> Context:
-        """Returns the context of a request of tokens. Raises BadRequest without tokens, or for a number that is no
-        token."""
+        """Returns the context of a request of tokens. Raises BadRequest without tokens, or for a number outside the
+        vocabulary."""
         vocabulary = self.renderer.vocabulary or len(self.renderer.tokenizer)
         if not request.tokens or not all(0 <= token < vocabulary for token in request.tokens):
             raise BadRequest(f"the prompt needs tokens, each at least 0 and below {vocabulary}")
@@ -287,8 +291,8 @@ class AgentSession:
         return min(limits.turn, most - length)
 
     def _abandoned_task(self, asked: Asked) -> asyncio.Task[Answer] | None:
-        """Returns the earliest request that is the same and whose client has gone, for a client that tries again; None
-        without such a request."""
+        """Returns the earliest of the same requests without a waiting client, for a client trying again; None without
+        such a request."""
         for task in self._abandoned:
             if self._tasks[task] == asked:
                 self._abandoned.remove(task)
@@ -395,7 +399,7 @@ def shown(reply: Reply) -> Message:
 
 
 def _check_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises BadRequest unless the messages are text that ends with a message for the policy."""
+    """Raises BadRequest unless the messages are text and end with a message for the policy."""
     if not messages:
         raise BadRequest("there are no messages")
     for number, message in enumerate(messages):
