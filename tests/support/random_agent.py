@@ -37,6 +37,7 @@ class RandomAgent(AgentEnv):
         headers = {"Authorization": f"Bearer {endpoint.key}"}
         with httpx.Client(base_url=endpoint.url, headers=headers, timeout=60, trust_env=False) as http:
             client = RandomClient(http, Random(seed), prompt)
+            client.vocabulary = self.extras["extra_info"].get("vocabulary", 256)
             for _ in range(client.rng.randint(3, 8)):
                 client.act()
             if self.extras["extra_info"]["hurried"]:
@@ -53,6 +54,9 @@ class RandomAgent(AgentEnv):
 
 class RandomClient:
     """A client of the endpoint that remembers conversations and picks one of them for each request."""
+
+    vocabulary = 256
+    """Number of tokens for requests of tokens."""
 
     def __init__(self, http: httpx.Client, rng: Random, prompt: list[Message]) -> None:
         self.http, self.rng = http, rng
@@ -148,7 +152,7 @@ class RandomClient:
 
     def tokens(self) -> None:
         """Sends tokens, and continues the reply."""
-        tokens = [self.rng.randint(0, 255) for _ in range(self.rng.randint(1, 9))]
+        tokens = [self.rng.randrange(self.vocabulary) for _ in range(self.rng.randint(1, 9))]
         for more in ([], [5], []):
             tokens += more
             body = {"token_ids": tokens, "sampling_params": {"max_tokens": 20}}

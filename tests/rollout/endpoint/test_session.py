@@ -26,6 +26,7 @@ from skyrl_mega.rollout.endpoint.requests import (
     TurnLimit,
 )
 from skyrl_mega.rollout.endpoint.session import PREFILL, AgentSession, shown
+from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.agents import LIMITS, FakeEngine, pieces_chat
 
@@ -114,6 +115,23 @@ def test_names_depend_on_the_context_and_not_on_the_order(chat: Renderer) -> Non
         run(chat, lambda session, engine, order=order: work(order, session, engine))  # type: ignore[misc]
     assert seen[0] == seen[1] and len({name for names in seen[0].values() for name, _ in names}) == 4
     assert all(name.rpartition("/")[0] == "r/7" for names in seen[0].values() for name, _ in names)
+
+
+def test_a_resumed_agent_gets_the_recorded_replies(chat: Renderer) -> None:
+    """Repeats a session with two parallel requests in the other order; the journal knows all requests."""
+
+    async def work(order: list[str], session: AgentSession, engine: FakeEngine) -> None:
+        first = await says(session, [HELLO])
+        history = [HELLO, shown(first)]
+        await asyncio.gather(*(says(session, [*history, {"role": "user", "content": text}]) for text in order))
+
+    _, before = run(chat, lambda session, engine: work(["a", "b"], session, engine), "hello world")
+    _, after = run(chat, lambda session, engine: work(["b", "a"], session, engine), "hello world")
+    journal = Journal()
+    for request, completion in before.asked:
+        journal.keep(request, completion)
+    assert len(after.started) == 3
+    assert all(journal.answer(request) is not None for request in after.started)
 
 
 def test_a_stop_string_cuts_the_reply_at_the_token_that_completes_it(chat: Renderer) -> None:
