@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from skyrl_mega.envs.base import Message
 from skyrl_mega.models.routes import COLUMN
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
@@ -49,9 +50,9 @@ def _add_context(t: Trajectory, path: list[Exchange], new: int) -> None:
     for exchange in path[:new]:
         edits.append(t, exchange.between, 0)
         edits.append(t, exchange.tokens, 0)
-        edits.append_messages(t, [*exchange.messages, exchange.reply])
+        edits.append_messages(t, [*_texts(exchange), exchange.reply])
     edits.append(t, path[new].between, 0)
-    edits.append_messages(t, path[new].messages)
+    edits.append_messages(t, _texts(path[new]))
     if first:
         t.prompt_length = len(t.tokens)
 
@@ -61,7 +62,12 @@ def _add_observation(t: Trajectory, before: Exchange, exchange: Exchange) -> Non
     end = len(t.tokens)
     t.steps.append(TrajectoryStep(Kind.OBSERVATION, end, end, at_s=before.at_s + before.generate_s))
     edits.append(t, exchange.between, 0)
-    edits.append_messages(t, exchange.messages)
+    edits.append_messages(t, _texts(exchange))
+
+
+def _texts(exchange: Exchange) -> list[Message]:
+    """Returns the request's new messages with the keys of every trajectory: `role` and `content`."""
+    return [{"role": message["role"], "content": message["content"]} for message in exchange.messages]
 
 
 def _add_response(t: Trajectory, exchange: Exchange) -> None:

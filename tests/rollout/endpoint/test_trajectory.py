@@ -10,7 +10,9 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -24,6 +26,7 @@ from skyrl_mega.models.routes import COLUMN
 from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
 from tests.support.agents import LIMITS, FakeEngine, pieces_chat, routes_of
 from tests.support.random_agent import RandomAgent, branches
@@ -107,7 +110,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
-def test_training_uses_the_tokens_at_the_engine(chat: Renderer) -> None:
+def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) -> None:
     engine = FakeEngine(chat, delay_s=0.004, routes=True)
     prompts = [
         Prompt(
@@ -122,6 +125,10 @@ def test_training_uses_the_tokens_at_the_engine(chat: Renderer) -> None:
     recorded: dict[str, Recorded] = {}
     for request, completion in engine.asked:
         recorded.setdefault(request.trajectory, []).append((request, completion))
+    parquet.write(tmp_path / "t.parquet", trajectories, columns=True)
+    assert [replace(t, columns={}) for t in parquet.read(tmp_path / "t.parquet")] == [
+        replace(t, columns={}, retries=0) for t in trajectories
+    ]
     counted: Counter[str] = Counter()
     for t in trajectories:
         assert not t.status.failed, t.metadata
