@@ -165,7 +165,8 @@ def test_thoughts_and_calls_are_read_and_matched(chat: Renderer) -> None:
         await says(session, [HELLO, shown(first), result, shown(broken), MORE], tools=[TOOL])
         assert first.tool_calls[0].id != broken.tool_calls[0].id
 
-    session, _ = run(chat, work, f"<think>\nhm\n</think>\n\nso: {call}", '<tool_call>\n{"name": 3}\n</tool_call>')
+    texts = f"<think>\nhm\n</think>\n\nso: {call}", '<tool_call>\n{"name": 3}\n</tool_call>'
+    session, _ = run(chat, work, *texts, limits=replace(LIMITS, turn=300))
     assert [exchange.parent is None for exchange in session.tree.exchanges] == [True, False, False]
 
 
