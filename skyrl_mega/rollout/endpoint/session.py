@@ -29,7 +29,7 @@ from skyrl_mega.rollout.endpoint.requests import (
     BadRequest,
     ChatRequest,
     ContextTooLong,
-    Reply,
+    PolicyReply,
     RequestError,
     SessionEnded,
     TokenRequest,
@@ -101,7 +101,7 @@ class Asked:
 
 
 class AgentSession:
-    """The requests of a trajectory (`requests.Session`). Lives in the event loop of the rollouts.
+    """The requests of a trajectory (`requests.EndpointSession`). Lives in the event loop of the rollouts.
 
     Args:
         name: Name of the trajectory, the source of the requests' names and random streams.
@@ -151,12 +151,12 @@ class AgentSession:
         """The requests of `_tasks` without a waiting client, in order."""
         self._working, self._working_since = 0, 0.0
 
-    async def chat(self, request: ChatRequest) -> list[Reply]:
-        """Answers a chat request with `request.n` replies. Raises as `requests.Session.chat` does, and CancelledError
+    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
+        """Answers a chat request with `request.n` replies. Raises as `requests.EndpointSession.chat` does, and CancelledError
         if the caller stops waiting; then the tokens are dropped, unless the same request comes again."""
         return await self._answer(lambda: self._of_messages(request), request, request.n)
 
-    async def continue_tokens(self, request: TokenRequest) -> Reply:
+    async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
         """Continues tokens. Raises as `chat` does."""
         (reply,) = await self._answer(lambda: self._of_tokens(request), request, 1)
         return reply
@@ -186,7 +186,9 @@ class AgentSession:
         for task in self._tasks:
             task.cancel()
 
-    async def _answer(self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int) -> list[Reply]:
+    async def _answer(
+        self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int
+    ) -> list[PolicyReply]:
         try:
             return await self._replies(read, request, n)
         except RequestError as error:
@@ -198,7 +200,9 @@ class AgentSession:
             self._fail(error)
             raise SessionEnded("the run cannot answer any more") from error
 
-    async def _replies(self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int) -> list[Reply]:
+    async def _replies(
+        self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int
+    ) -> list[PolicyReply]:
         self._check_open()
         if not 1 <= n <= MOST_REPLIES:
             raise BadRequest(f"n is {n}; allowed is 1 to {MOST_REPLIES}")
@@ -351,7 +355,7 @@ class AgentSession:
 
     def _reply(
         self, context: Context, tokens: array[int], completion: Completion, answer: Answer, stop: Sequence[str]
-    ) -> Reply:
+    ) -> PolicyReply:
         """Adds a completion to the tree and returns the reply for the agent."""
         kept, text, stop_string = cut_at_stop(completion.tokens, stop, self.renderer)
         self.dropped["after_stop"] += len(completion.tokens) - kept
@@ -375,7 +379,7 @@ class AgentSession:
             at_s=answer.at_s,
             generate_s=answer.generate_s,
         )
-        reply = Reply(
+        reply = PolicyReply(
             id=id,
             text=text,
             reasoning=reasoning,
@@ -392,7 +396,7 @@ class AgentSession:
         return reply
 
 
-def shown(reply: Reply) -> Message:
+def shown(reply: PolicyReply) -> Message:
     """Returns a reply as an assistant message, as the agent sees and repeats it."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in reply.visible_calls]
     return {"role": "assistant", "content": reply.visible_text, "tool_calls": calls}

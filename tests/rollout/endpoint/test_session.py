@@ -19,7 +19,7 @@ from skyrl_mega.rollout.endpoint.requests import (
     BadRequest,
     ChatRequest,
     ContextTooLong,
-    Reply,
+    PolicyReply,
     RequestError,
     SessionEnded,
     TokenRequest,
@@ -68,7 +68,7 @@ def run(
     return asyncio.run(everything()), engine
 
 
-async def says(session: AgentSession, messages: list[dict[str, Any]], **more: Any) -> Reply:
+async def says(session: AgentSession, messages: list[dict[str, Any]], **more: Any) -> PolicyReply:
     (reply,) = await session.chat(ChatRequest(messages, **more))
     return reply
 
@@ -278,7 +278,7 @@ def test_a_client_that_has_gone_leaves_tokens_that_are_dropped_unless_it_asks_ag
 
 
 def test_the_end_of_a_session_waits_for_the_engine_and_drops_what_nobody_reads(chat: Renderer) -> None:
-    refused: list[BaseException | Reply] = []
+    refused: list[BaseException | PolicyReply] = []
 
     async def work(session: AgentSession, engine: FakeEngine) -> None:
         engine.gate = asyncio.Event()
