@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyrl_mega.envs import validate
 from skyrl_mega.rollout.agent import edits
@@ -75,8 +75,9 @@ async def _until_failed(work: Awaitable[Answer], failed: asyncio.Future[None]) -
     """Returns the result of `work`. If `failed` comes first, cancels `work`, waits for the end and raises the exception
     of `failed`."""
     task = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {task, failed}
     try:
-        await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         await _cancel(task)
         raise

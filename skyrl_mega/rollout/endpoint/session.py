@@ -152,8 +152,8 @@ class AgentSession:
         self._working, self._working_since = 0, 0.0
 
     async def chat(self, request: ChatRequest) -> list[PolicyReply]:
-        """Answers a chat request with `request.n` replies. Raises as `requests.EndpointSession.chat` does, and CancelledError
-        if the caller stops waiting; then the tokens are dropped, unless the same request comes again."""
+        """Answers a chat request with `request.n` replies. Raises as `requests.EndpointSession.chat` does. If
+        the caller is cancelled, the tokens are dropped, unless the same request comes again."""
         return await self._answer(lambda: self._of_messages(request), request, request.n)
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:

@@ -36,7 +36,7 @@ def play(engine: FakeEngine, *endings: str, most: int = 8, settings: Environment
     """Plays a trajectory for each ending at once."""
 
     async def everything() -> list[Trajectory]:
-        pool, given = EnvPool(most), replace(LIMITS, **limits)
+        pool, given = EnvPool(most), replace(LIMITS, **{"turn": 1000, **limits})
         weights = {"right": 1.0, "short": 2.0}
         agent = Agent(engine, engine.chat, settings, given, pool, reward_weights=weights, retries=2)  # type: ignore[arg-type]
         prompts = [Prompt(i, [{"role": "user", "content": "hello"}], "asking", {"extra_info": {"then": then}})

@@ -31,7 +31,6 @@ from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
 from tests.support.agents import LIMITS, FakeEngine, pieces_chat, routes_of
 from tests.support.random_agent import RandomAgent, branches
 
-COUNT = 200
 ENVIRONMENT = EnvironmentConfig(classes={"random": "tests.support.random_agent:RandomAgent"})
 Recorded = list[tuple[Request, Completion]]
 
@@ -110,7 +109,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
-def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.nightly)])
+def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path, count: int) -> None:
     engine = FakeEngine(chat, delay_s=0.004, routes=True)
     prompts = [
         Prompt(
@@ -119,7 +119,7 @@ def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) 
             "random",
             {"extra_info": {"seed": f"s{uid}", "hurried": uid % 4 == 0}},
         )
-        for uid in range(COUNT)
+        for uid in range(count)
     ]
     trajectories = play(engine, prompts)
     recorded: dict[str, Recorded] = {}
@@ -145,8 +145,8 @@ def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) 
         )
         counted[t.status] += 1
     assert len({request.id for request in engine.started}) == len(engine.started) == len(engine.asked)
-    assert len(trajectories) == COUNT and sum(map(len, recorded.values())) == len(engine.asked)
-    assert counted["agent_requests"] > 5 * COUNT and counted["agent_branches"] > 2 * COUNT, counted
-    assert counted["agent_dropped_after_stop"] > 1000 and counted["agent_dropped_client_gone"] > 50, counted
-    assert counted["canonical"] < 0.05 * counted["agent_branches"], "hardly any conversation survives re-tokenisation"
-    assert counted[Status.COMPLETED] > 50 and counted[Status.TRUNCATED_TOKENS] > 20, counted
+    assert len(trajectories) == count and sum(map(len, recorded.values())) == len(engine.asked)
+    assert counted["agent_requests"] > 5 * count and counted["agent_branches"] > 2 * count, counted
+    assert counted["agent_dropped_after_stop"] > 5 * count and counted["agent_dropped_client_gone"] > 0, counted
+    assert counted["canonical"] < 0.1 * counted["agent_branches"], "hardly any conversation survives re-tokenisation"
+    assert counted[Status.COMPLETED] > count / 4 and counted[Status.TRUNCATED_TOKENS] > count / 10, counted
