@@ -258,7 +258,7 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/session.py",
         'array("i", completion.tokens[:kept])',
         'array("i", self.renderer.encode(text))',
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
     Plant(
         "tokens",
@@ -274,7 +274,7 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/session.py",
         'array("i", completion.tokens[:kept])',
         'array("i", completion.tokens)',
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
     Plant(
         "masks",
@@ -282,7 +282,7 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/to_trajectory.py",
         "trained.update(path)",
         "trained.add(last)",
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
     Plant(
         "masks",
@@ -290,7 +290,7 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/session.py",
         "            self.dropped[reason] += sum(",
         "            self.dropped[reason] += 0 * sum(",
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
     Plant(
         "versions",
@@ -298,7 +298,7 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/to_trajectory.py",
         "(version, end + first) for version",
         "(version, t.prompt_length + first) for version",
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
     Plant(
         "alignment",
@@ -306,6 +306,6 @@ PLANTS = (
         "skyrl_mega/rollout/endpoint/to_trajectory.py",
         "parts += [begins - known, exchange.routes]",
         "parts += [begins - known + (known > 0), exchange.routes]",
-        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine[30]",
+        "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",
     ),
 )

@@ -109,8 +109,17 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.nightly)])
-def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path, count: int) -> None:
+def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) -> None:
+    check_agents(chat, tmp_path, 30)
+
+
+@pytest.mark.nightly
+def test_training_uses_the_tokens_of_two_hundred_agents(chat: Renderer, tmp_path: Path) -> None:
+    check_agents(chat, tmp_path, 200)
+
+
+def check_agents(chat: Renderer, tmp_path: Path, count: int) -> None:
+    """Plays random agents, and checks all trajectories and their file."""
     engine = FakeEngine(chat, delay_s=0.004, routes=True)
     prompts = [
         Prompt(
