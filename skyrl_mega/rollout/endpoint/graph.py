@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Exchange:
+class AgentExchange:
     """A request and the policy's reply: a node of the tree."""
 
-    parent: Exchange | None
+    parent: AgentExchange | None
     """The exchange continued by the request; None at the beginning of a conversation."""
     messages: list[Message]
     """The request's messages after the parent's conversation; for people."""
@@ -69,7 +69,7 @@ class Exchange:
             self.opening = self.parent.opening
             self.parent.continued = True
 
-    def path(self) -> list[Exchange]:
+    def path(self) -> list[AgentExchange]:
         """Returns the exchanges of the conversation, from the first to this exchange."""
         path = [self]
         while (parent := path[-1].parent) is not None:
@@ -88,7 +88,7 @@ class Exchange:
 class Continuation(NamedTuple):
     """The place of a request in the tree."""
 
-    exchange: Exchange | None
+    exchange: AgentExchange | None
     """The exchange to continue; None if the request begins a conversation."""
     repeated: int
     """Number of the request's messages in the exchange's conversation."""
@@ -100,9 +100,9 @@ class RequestTree:
     """The exchanges of a session."""
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[AgentExchange] = []
         """All exchanges, in the order of the replies."""
-        self._by_conversation: dict[bytes, Exchange] = {}
+        self._by_conversation: dict[bytes, AgentExchange] = {}
         """Digest of tools, messages and reply → the latest exchange with this conversation."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
@@ -120,17 +120,17 @@ class RequestTree:
                 latest, repeated = exchange, number
         return Continuation(latest, repeated, digest)
 
-    def find_tokens(self, tokens: array[int]) -> Exchange | None:
+    def find_tokens(self, tokens: array[int]) -> AgentExchange | None:
         """Returns the exchange with the longest conversation among the prefixes of the tokens, the latest of several;
         None without such an exchange."""
-        longest: Exchange | None = None
+        longest: AgentExchange | None = None
         for exchange in reversed(self.exchanges):
             least = 0 if longest is None else longest.length
             if least < exchange.length <= len(tokens) and exchange.sequence() == tokens[: exchange.length]:
                 longest = exchange
         return longest
 
-    def add(self, exchange: Exchange, request: bytes | None, shown: Message) -> None:
+    def add(self, exchange: AgentExchange, request: bytes | None, shown: Message) -> None:
         """Adds an exchange.
 
         Args:
@@ -142,7 +142,7 @@ class RequestTree:
         if request is not None:
             self._by_conversation[_digest(request, _content(shown))] = exchange
 
-    def conversations(self) -> list[Exchange]:
+    def conversations(self) -> list[AgentExchange]:
         """Returns the last exchange of each conversation, in the order of the replies."""
         return [exchange for exchange in self.exchanges if not exchange.continued]
 

@@ -23,7 +23,7 @@ from skyrl_mega.models.routes import WrongRoutes
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
 from skyrl_mega.rollout.agent.seeds import stream_seed
-from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
+from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
 from skyrl_mega.rollout.endpoint.replies import cut_at_stop, parse_reply, thoughts_are_open
 from skyrl_mega.rollout.endpoint.requests import (
     BadRequest,
@@ -62,7 +62,7 @@ LIMITS: dict[type[RequestError], Status] = {
 class Context:
     """The tokens read by the policy before a reply."""
 
-    parent: Exchange | None
+    parent: AgentExchange | None
     """The exchange continued by the request; None at the beginning of a conversation."""
     messages: list[Message]
     """The request's new messages."""
@@ -364,15 +364,15 @@ class AgentSession:
         thinking = thoughts_are_open(tokens, self.renderer)
         reasoning, message = parse_reply(text, self.renderer, int(digest, 16) * 1000 + int(number), thinking=thinking)
         parent = context.parent
-        exchange = Exchange(
+        exchange = AgentExchange(
             parent,
             context.messages,
             context.between,
             array("i", completion.tokens[:kept]),
             array("f", completion.logprobs[:kept]),
-            [(version, first) for version, first in completion.versions if first < kept],
-            {"role": "assistant", "content": text},
-            completion.finish if stop_string is None else "stop",
+            versions=[(version, first) for version, first in completion.versions if first < kept],
+            reply={"role": "assistant", "content": text},
+            finish=completion.finish if stop_string is None else "stop",
             routes=_routes(context, len(tokens), completion, kept),
             tools=context.tools,
             tool_calls=[{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
@@ -420,7 +420,7 @@ def _check_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, An
 
 
 def _routes(context: Context, given: int, completion: Completion, kept: int) -> Any:
-    """Returns the expert routes of an exchange (`Exchange.routes`).
+    """Returns the expert routes of an exchange (`AgentExchange.routes`).
 
     Args:
         context: The context of the request.

@@ -11,7 +11,7 @@ import numpy as np
 from skyrl_mega.envs.base import Message
 from skyrl_mega.models.routes import COLUMN
 from skyrl_mega.rollout.agent import edits
-from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
+from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
 from skyrl_mega.trajectories.trajectory import Kind, Trajectory, TrajectoryStep
 
 
@@ -26,7 +26,7 @@ def fill(t: Trajectory, tree: RequestTree) -> None:
     if not tree.exchanges:
         return
     t.messages, t.tools, t.steps[0].messages = [], tree.exchanges[0].tools, 0
-    trained: set[Exchange] = set()
+    trained: set[AgentExchange] = set()
     routes: list[np.ndarray | int] = []
     for last in tree.conversations():
         path = last.path()
@@ -42,7 +42,7 @@ def fill(t: Trajectory, tree: RequestTree) -> None:
     _keep_routes(t, routes)
 
 
-def _add_context(t: Trajectory, path: list[Exchange], new: int) -> None:
+def _add_context(t: Trajectory, path: list[AgentExchange], new: int) -> None:
     """Appends the step of a conversation's tokens before the reply of `path[new]`."""
     first = not t.tokens
     if not first:
@@ -57,7 +57,7 @@ def _add_context(t: Trajectory, path: list[Exchange], new: int) -> None:
         t.prompt_length = len(t.tokens)
 
 
-def _add_observation(t: Trajectory, before: Exchange, exchange: Exchange) -> None:
+def _add_observation(t: Trajectory, before: AgentExchange, exchange: AgentExchange) -> None:
     """Appends the step between two replies."""
     end = len(t.tokens)
     t.steps.append(TrajectoryStep(Kind.OBSERVATION, end, end, at_s=before.at_s + before.generate_s))
@@ -65,12 +65,12 @@ def _add_observation(t: Trajectory, before: Exchange, exchange: Exchange) -> Non
     edits.append_messages(t, _texts(exchange))
 
 
-def _texts(exchange: Exchange) -> list[Message]:
+def _texts(exchange: AgentExchange) -> list[Message]:
     """Returns the request's new messages with the keys of every trajectory: `role` and `content`."""
     return [{"role": message["role"], "content": message["content"]} for message in exchange.messages]
 
 
-def _add_response(t: Trajectory, exchange: Exchange) -> None:
+def _add_response(t: Trajectory, exchange: AgentExchange) -> None:
     """Appends the step of a reply."""
     end = len(t.tokens)
     t.steps.append(
@@ -89,7 +89,7 @@ def _add_response(t: Trajectory, exchange: Exchange) -> None:
     edits.append_messages(t, [exchange.reply])
 
 
-def _routes(path: list[Exchange]) -> list[np.ndarray | int]:
+def _routes(path: list[AgentExchange]) -> list[np.ndarray | int]:
     """Returns the expert routes of a conversation's tokens in parts; a number stands for tokens without routes, such as
     the last."""
     parts: list[np.ndarray | int] = []

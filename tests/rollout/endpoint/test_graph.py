@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.common.safe_read import Malformed
-from skyrl_mega.rollout.endpoint.graph import Exchange, RequestTree
+from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -22,13 +22,15 @@ def assistant(text: str, *calls: tuple[str, dict[str, Any]], **more: Any) -> dic
     return {"role": "assistant", "content": text, "tool_calls": functions, **more}
 
 
-def exchange(parent: Exchange | None, between: int, tokens: int) -> Exchange:
+def exchange(parent: AgentExchange | None, between: int, tokens: int) -> AgentExchange:
     reply = {"role": "assistant", "content": ""}
     values = array("i", range(between)), array("i", range(100, 100 + tokens)), array("f", [0.0] * tokens)
-    return Exchange(parent, [], *values, [(0, 0)], reply, "stop")
+    return AgentExchange(parent, [], *values, [(0, 0)], reply, "stop")
 
 
-def answered(tree: RequestTree, messages: list[dict[str, Any]], reply: dict[str, Any], tools: Any = ()) -> Exchange:
+def answered(
+    tree: RequestTree, messages: list[dict[str, Any]], reply: dict[str, Any], tools: Any = ()
+) -> AgentExchange:
     """Adds an exchange for a request and a reply as seen by the agent."""
     parent, _, request = tree.find(messages, tools)
     new = exchange(parent, 3, 2)
