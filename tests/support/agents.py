@@ -83,7 +83,7 @@ class FakeEngine:
         versions = ((1, 0), (2, len(tokens) // 2)) if len(tokens) > 3 and rng.random() < 0.3 else ((1, 0),)
         read = [*request.tokens, *tokens][:-1]
         routes = routes_of(read)[request.routes_from :] if self.routes else None
-        completion = Completion(request.id, tokens, array("f", logprobs), finish, versions, routes)
+        completion = Completion(f"{request.id}@0f", tokens, array("f", logprobs), finish, versions, routes)
         self.under_way.remove(request.id)
         self.asked.append((request, completion))
         return completion

@@ -82,6 +82,8 @@ class Answer:
     """The engines' completions of a request."""
 
     completions: list[Completion]
+    names: list[str]
+    """Name of each completion, without the trajectory's; a completion's `id` may have an ending of a router."""
     at_s: float
     """Seconds from the trajectory's opening to the request."""
     generate_s: float
@@ -227,7 +229,7 @@ class AgentSession:
             self._drop(task, "out_of_time")
             raise OutOfTime
         self._tasks.pop(task)
-        replies = [self._reply(context, tokens, completion, answer, request.stop) for completion in answer.completions]
+        replies = [self._reply(context, tokens, answer, place, request.stop) for place in range(n)]
         cut_by_run = most == room and any(completion.finish == "length" for completion in answer.completions)
         self.limit, self.refused_by_limit = (Status.TRUNCATED_TOKENS if cut_by_run else None), False
         return replies
@@ -336,7 +338,8 @@ class AgentSession:
             self._working -= 1
             if not self._working:
                 self.generating_s += now - self._working_since
-        return Answer(completions, began - self.opened_at, now - began)
+        names = [request.id.rpartition("/")[2] for request in requests]
+        return Answer(completions, names, began - self.opened_at, now - began)
 
     def _note_fault(self, task: asyncio.Task[Answer]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -354,12 +357,12 @@ class AgentSession:
             self.dropped[reason] += sum(len(completion.tokens) for completion in task.result().completions)
 
     def _reply(
-        self, context: Context, tokens: array[int], completion: Completion, answer: Answer, stop: Sequence[str]
+        self, context: Context, tokens: array[int], answer: Answer, place: int, stop: Sequence[str]
     ) -> PolicyReply:
-        """Adds a completion to the tree and returns the reply for the agent."""
+        """Adds the answer's completion at an index to the tree and returns the reply for the agent."""
+        completion, id = answer.completions[place], answer.names[place]
         kept, text, stop_string = cut_at_stop(completion.tokens, stop, self.renderer)
         self.dropped["after_stop"] += len(completion.tokens) - kept
-        id = completion.id.rpartition("/")[2]
         digest, _, number = id.partition("-")
         thinking = thoughts_are_open(tokens, self.renderer)
         reasoning, message = parse_reply(text, self.renderer, int(digest, 16) * 1000 + int(number), thinking=thinking)
