@@ -18,7 +18,7 @@ SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
 LEAST_TOTAL_MIB, SHARE = 8192, 8
 """Memory limit for all programs of an environment together: LEAST_TOTAL_MIB, or the node's memory / SHARE if larger."""
 SANDBOXES = {
-    **dict.fromkeys(("python", "lcb", "text2sql", "harness"), "sandbox"),
+    **dict.fromkeys(("python", "lcb", "text2sql", "harness", "verifiers"), "sandbox"),
     "swe": "session_options",
 }
 """Environment → key of the sandbox limits in `environment.options.<name>`."""

@@ -24,6 +24,7 @@ from skyrl_mega.envs.python_tool import data as python_tool
 from skyrl_mega.envs.search import data as search
 from skyrl_mega.envs.swe import data as swe
 from skyrl_mega.envs.text2sql import data as text2sql
+from skyrl_mega.envs.verifiers import data as verifiers
 
 RECIPES = {
     "addition": addition,
@@ -38,6 +39,7 @@ RECIPES = {
     "search": search,
     "swe": swe,
     "text2sql": text2sql,
+    "verifiers": verifiers,
 }
 """Name → module with `add_arguments(parser)` and `tables(args)`."""
 
