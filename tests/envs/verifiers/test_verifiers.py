@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +161,12 @@ def test_the_rows_of_a_task_set(python: str, tmp_path: Path) -> None:
     train, test = (pq.read_table(file).to_pylist() for file in prepare([*words, "--output", str(tmp_path)]))
     assert train[1]["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     assert json.loads(test[0]["extra_info"]["task"])["answer"] == "4"
+
+
+def test_the_page_lists_all_options() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+    section = page.partition("| option of `environment.options.verifiers`")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(VerifiersEnv.OPTIONS)
 
 
 def test_scripts_run_with_the_interpreter_that_has_their_packages() -> None:
