@@ -109,7 +109,11 @@ class Task:
         return Data
 
 SamplingConfig = EvalClientConfig = ModelContext = Space
-env_config_type = lambda taskset, env: Config
+
+def env_config_type(taskset, env):
+    importlib.import_module(taskset.rpartition("/")[2].partition("@")[0].replace("-", "_"))
+    return Config
+
 resolve_env_config = Config
 
 def load_harness(harness):

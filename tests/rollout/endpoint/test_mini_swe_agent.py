@@ -14,7 +14,7 @@ from skyrl_mega.envs.harness.env import HarnessEnv, ProgramFailed
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.envs.tool_calls import ToolCall
 from skyrl_mega.rollout.endpoint import openai_chat
-from skyrl_mega.rollout.endpoint.requests import ChatRequest, ContextTooLong, Reply, Session
+from skyrl_mega.rollout.endpoint.requests import ChatRequest, ContextTooLong, EndpointSession, PolicyReply
 from tests.rollout.endpoint.fakes import PLAIN, ScriptedSession
 
 ROOT = Path(__file__).parents[3]
@@ -40,18 +40,18 @@ REPLY_SENT_BACK = {
 class TalkingSession(ScriptedSession):
     """A session with a reply for each request, in turn."""
 
-    def __init__(self, answers: Sequence[Reply | Exception]) -> None:
+    def __init__(self, answers: Sequence[PolicyReply | Exception]) -> None:
         super().__init__()
         self.answers = list(answers)
 
-    async def chat(self, request: ChatRequest) -> list[Reply]:
+    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
         self.answer = self.answers.pop(0)
         return await super().chat(request)
 
 
-def calling(command: str) -> Reply:
+def calling(command: str) -> PolicyReply:
     call = ToolCall("call_1", "bash", {"command": command})
-    return Reply(**{**vars(PLAIN), "content": "I act.", "tool_calls": (call,)})
+    return PolicyReply(**{**vars(PLAIN), "content": "I act.", "tool_calls": (call,)})
 
 
 def test_its_requests_are_read_as_those_of_the_sdk() -> None:
@@ -71,8 +71,8 @@ def test_a_forgotten_reply_is_a_conversation_of_its_own() -> None:
 
 @pytest.fixture
 def play(
-    opened: Callable[[Session], AgentEndpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Session], Any]:
+    opened: Callable[[EndpointSession], AgentEndpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[EndpointSession], Any]:
     """Returns a function that runs the agent of `configs/` on a task with a file."""
     if "network namespace" not in confinements().get("network", ()):
         pytest.skip(f"this machine gives only {confinements()}")
@@ -88,14 +88,14 @@ def play(
     extras = {"reward_spec": {"ground_truth": "4"}, "extra_info": info, "max_turns": 4}
     prompt = [{"role": "user", "content": "Double the number in numbers/a.txt."}]
 
-    def played(session: Session) -> Any:
+    def played(session: EndpointSession) -> Any:
         return HarnessEnv(options, extras).run(opened(session), prompt)
 
     return played
 
 
 @installed
-def test_the_unmodified_agent_solves_a_task(play: Callable[[Session], Any]) -> None:
+def test_the_unmodified_agent_solves_a_task(play: Callable[[EndpointSession], Any]) -> None:
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat b.txt"
     work = "echo $((2 * $(cat numbers/a.txt))) > b.txt; cat b.txt"
     session = TalkingSession([PLAIN, calling(work), calling(submit)])
@@ -126,7 +126,7 @@ def test_the_unmodified_agent_solves_a_task(play: Callable[[Session], Any]) -> N
 
 
 @installed
-def test_a_full_context_ends_the_unmodified_agent(play: Callable[[Session], Any]) -> None:
+def test_a_full_context_ends_the_unmodified_agent(play: Callable[[EndpointSession], Any]) -> None:
     session = TalkingSession([calling("ls"), ContextTooLong(900, 800), PLAIN])
     with pytest.raises(ProgramFailed, match="ended with exit code 1"):
         play(session)
@@ -134,6 +134,6 @@ def test_a_full_context_ends_the_unmodified_agent(play: Callable[[Session], Any]
 
 
 @installed
-def test_the_unmodified_agent_ends_at_the_limit_of_turns(play: Callable[[Session], Any]) -> None:
+def test_the_unmodified_agent_ends_at_the_limit_of_turns(play: Callable[[EndpointSession], Any]) -> None:
     session = TalkingSession([calling("ls")] * 9)
     assert play(session)["reward"] == 0.0 and len(session.requests) == 4

@@ -17,7 +17,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs import BaseTextEnvStepOutput, registry
 from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
 from skyrl_mega.envs.sandbox import confinements
-from skyrl_mega.rollout.endpoint.requests import Session
+from skyrl_mega.rollout.endpoint.requests import EndpointSession
 from tests.rollout.endpoint.fakes import PLAIN, ScriptedSession
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def rows(tmp_path: Path, env: str, python: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def play(opened: Callable[[Session], AgentEndpoint]) -> Play:
+def play(opened: Callable[[EndpointSession], AgentEndpoint]) -> Play:
     """Returns a function that plays a row in the sandbox with a policy that always says the same."""
 
     def played(options: Any, row: dict[str, Any], text: str) -> BaseTextEnvStepOutput:
