@@ -198,12 +198,11 @@ def refuse_failure(result: Mapping[str, Any], options: Mapping[str, Any]) -> Non
         return
     problem = result["error"]
     reason = " ".join(problem["text"].split())[-500:]
-    hint = "in the sandbox it has no network: confined: false gives it yours" if options["confined"] else None
+    no_network = "; in the sandbox it has no network, with confined: false it has yours" if options["confined"] else ""
     raise UserError(
-        reason if problem["kind"] == "Unfit" else f"it cannot be loaded: {problem['kind']}: {reason}",
+        reason if problem["kind"] == "Unfit" else f"it cannot be loaded: {problem['kind']}: {reason}{no_network}",
         key=f"{KEY}.env",
         value=options["env"],
-        fix=None if problem["kind"] == "Unfit" else hint,
     )
 
 

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 TASK = "SKYRL_TASK"
@@ -280,7 +280,7 @@ def mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def means(figures: list[Mapping[str, float | None]]) -> dict[str, float]:
+def means(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Returns name → mean over the mappings with this name."""
     names = sorted({name for given in figures for name in given})
     return {name: mean(v for given in figures if (v := given.get(name)) is not None) for name in names}

@@ -95,6 +95,7 @@ def play(
 
 
 @installed
+@pytest.mark.nightly
 def test_the_unmodified_agent_solves_a_task(play: Callable[[EndpointSession], Any]) -> None:
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat b.txt"
     work = "echo $((2 * $(cat numbers/a.txt))) > b.txt; cat b.txt"
@@ -126,6 +127,7 @@ def test_the_unmodified_agent_solves_a_task(play: Callable[[EndpointSession], An
 
 
 @installed
+@pytest.mark.nightly
 def test_a_full_context_ends_the_unmodified_agent(play: Callable[[EndpointSession], Any]) -> None:
     session = TalkingSession([calling("ls"), ContextTooLong(900, 800), PLAIN])
     with pytest.raises(ProgramFailed, match="ended with exit code 1"):
@@ -134,6 +136,7 @@ def test_a_full_context_ends_the_unmodified_agent(play: Callable[[EndpointSessio
 
 
 @installed
+@pytest.mark.nightly
 def test_the_unmodified_agent_ends_at_the_limit_of_turns(play: Callable[[EndpointSession], Any]) -> None:
     session = TalkingSession([calling("ls")] * 9)
     assert play(session)["reward"] == 0.0 and len(session.requests) == 4

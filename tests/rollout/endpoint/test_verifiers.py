@@ -27,9 +27,12 @@ NEW, OLD = (str(ROOT / f".venv-verifiers{suffix}" / "bin" / "python") for suffix
 POEMS = "stardata.envs.constraint_gym"
 Play = Callable[[Any, dict[str, Any], str], BaseTextEnvStepOutput]
 
-pytestmark = pytest.mark.skipif(
-    "network namespace" not in confinements().get("network", ()), reason="this machine cannot confine an agent"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        "network namespace" not in confinements().get("network", ()), reason="this machine cannot confine an agent"
+    ),
+]
 
 
 def rows(tmp_path: Path, env: str, python: str) -> list[dict[str, Any]]:
@@ -75,8 +78,9 @@ def test_an_environment_with_load_environment(tmp_path: Path, play: Play) -> Non
     poem = "An old silent pond\nA frog jumps into the pond\nSplash! Silence again."
     spec = json.loads(row["extra_info"]["task"])["info"]
     code = (
-        "import json, sys\nfrom stardata.envs.constraint_gym import prosody_reward\n"
-        "given = json.load(sys.stdin)\nprint(prosody_reward(given['poem'], info=given['info']))"
+        "import json, sys, verifiers as vf\nfrom stardata.envs.constraint_gym import prosody_reward\n"
+        "given = json.load(sys.stdin)\nreply = vf.AssistantMessage(content=given['poem'])\n"
+        "print(prosody_reward([reply], info=given['info']))"
     )
     given = json.dumps({"poem": poem, "info": spec})
     expected = float(subprocess.run([OLD, "-c", code], input=given, capture_output=True, text=True, check=True).stdout)
