@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_mega.config.command import ROWS, integer
+from skyrl_mega.common.values import shown
+from skyrl_mega.config.command import ROWS, SIGN, integer
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.verifiers import env as verifiers
@@ -48,8 +49,15 @@ def _rows(env: str, split: str, tasks: list[dict[str, Any]]) -> Iterator[dict[st
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Returns the object in a JSON text; raises ValueError for any other text, as argparse expects."""
-    value = json.loads(text)
+    """Returns the object in a JSON text.
+
+    Raises:
+        ArgumentTypeError: The text is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("allowed is a JSON object")
+        raise argparse.ArgumentTypeError(f"{SIGN}{shown(text)}: allowed is a JSON object")
     return value

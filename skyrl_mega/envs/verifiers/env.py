@@ -38,7 +38,7 @@ LOADING_S = 600.0
 """Longest time for loading an environment and listing its tasks."""
 
 
-class RolloutFailed(RuntimeError):
+class VerifiersFailed(RuntimeError):
     """A failure of the environment or of its process."""
 
 
@@ -141,7 +141,7 @@ class VerifiersEnv(AgentEnv):
         """Plays the row's task; the environment's rewards and metrics become figures of the trajectory.
 
         Raises:
-            RolloutFailed: The environment or its process failed, or took longer than `timeout_s` + `scoring_s`.
+            VerifiersFailed: The environment or its process failed, or took longer than `timeout_s` + `scoring_s`.
             InfrastructureFault: A service below the environment failed, or the process was killed from outside.
         """
         order = _order(self.options, self.max_turns) | {"task": json.loads(self.extras["extra_info"]["task"])}
@@ -150,7 +150,7 @@ class VerifiersEnv(AgentEnv):
         result = _result(ran)
         if "error" in result:
             problem = result["error"]
-            kind = InfrastructureFault if problem["infrastructure"] else RolloutFailed
+            kind = InfrastructureFault if problem["infrastructure"] else VerifiersFailed
             raise kind(f"{self.options['env']}: {problem['kind']}: {problem['text']}")
         notes = {
             "metrics": {
@@ -261,7 +261,7 @@ def _result(ran: SandboxResult) -> dict[str, Any]:
 
 def _ended(how: str, last: str) -> dict[str, Any]:
     text = f"its process ended {how}" + (f": {last}" if last else "")
-    return {"error": {"kind": "RolloutFailed", "text": text, "infrastructure": False}}
+    return {"error": {"kind": "VerifiersFailed", "text": text, "infrastructure": False}}
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs import BaseTextEnvStepOutput, InfrastructureFault, registry
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.envs.verifiers import runner
-from skyrl_mega.envs.verifiers.env import RolloutFailed, VerifiersEnv
+from skyrl_mega.envs.verifiers.env import VerifiersFailed, VerifiersEnv
 from tests.envs.harness.policy import KEY, Policy, answering
 from tests.envs.verifiers.installation import install
 
@@ -89,13 +89,13 @@ def test_a_task_set_is_played_by_its_agents(play: Play, policy: Policy) -> None:
     figures = output["metadata"]["metrics"]
     assert (figures["right"], figures["turns"]) == (0.5, 3) and "skipped" not in figures
     assert [request["messages"][0]["content"] for request in policy.requests] == ["2+2"]
-    with pytest.raises(RolloutFailed, match="agent judge is not to be trained, yet plays as the policy"):
+    with pytest.raises(VerifiersFailed, match="agent judge is not to be trained, yet plays as the policy"):
         play("owner/my-tasks@0.1", ADD, args=NULL | {"taskset": {"apart": False}})
 
 
 @pytest.mark.parametrize("kind", ["SandboxError", "TaskError"])
 def test_failures_are_no_rewards(play: Play, kind: str) -> None:
-    expected = InfrastructureFault if kind == "SandboxError" else RolloutFailed
+    expected = InfrastructureFault if kind == "SandboxError" else VerifiersFailed
     with pytest.raises(expected, match=f"my-sums: {kind}: it broke"):
         play("my-sums", SUM, args={"fails": kind})
     with pytest.raises(expected, match=f"my-tasks: {kind}: it broke"):
@@ -107,9 +107,9 @@ def test_an_empty_reply_is_judged(play: Play) -> None:
 
 
 def test_a_process_that_fails(play: Play) -> None:
-    with pytest.raises(RolloutFailed, match="KeyError: 'prompt'"):
+    with pytest.raises(VerifiersFailed, match="KeyError: 'prompt'"):
         play("my-sums", {"answer": "4"})
-    with pytest.raises(RolloutFailed, match="its process ended after its time limit"):
+    with pytest.raises(VerifiersFailed, match="its process ended after its time limit"):
         play("my-sums", SUM, timeout_s=0.001, scoring_s=0.001)
 
 
