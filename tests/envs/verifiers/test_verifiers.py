@@ -18,7 +18,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs import BaseTextEnvStepOutput, InfrastructureFault, registry
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.envs.verifiers import runner
-from skyrl_mega.envs.verifiers.env import VerifiersFailed, VerifiersEnv
+from skyrl_mega.envs.verifiers.env import VerifiersEnv, VerifiersFailed
 from tests.envs.harness.policy import KEY, Policy, answering
 from tests.envs.verifiers.installation import install
 
