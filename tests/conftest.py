@@ -44,6 +44,7 @@ NIGHTLY = (
     "cuda/test_reference.py::test_segments_expand_in_a_policy_process_unless_the_user_says_otherwise[cpu-user3-",
     "cuda/test_reference.py::test_segments_expand_in_a_policy_process_unless_the_user_says_otherwise[cuda-user1-",
     "cuda/test_reference.py::test_segments_expand_in_a_policy_process_unless_the_user_says_otherwise[cuda-user2-",
+    "envs/harness/test_agents_page.py::test_a_run",
     "envs/test_tutorial.py::test_its_run",
     "evaluate/test_engines.py::test_killed_and_resumed_has_every_sample_once",
     "export/test_export.py::test_as_a_process_that_is_stopped[15]",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import AgentEndpoint, registry
 from skyrl_mega.envs.harness.env import HarnessEnv
 from skyrl_mega.envs.sandbox import confinements
+from skyrl_mega.telemetry.metrics import read
 from tests.envs.harness.policy import answering
+from tests.trainer.quickstart import left_over
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -68,3 +73,51 @@ def test_the_agent_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         assert isinstance(policy.endpoint, AgentEndpoint)
     assert output["reward"] == 1.0 and len(policy.requests) == 1
     assert policy.requests[0]["tools"][0]["function"]["name"] == "calculate"
+
+
+PROGRAM = {
+    "harness": {
+        "command": "python my_agent.py",
+        "reward": "calculator",
+        "timeout_s": 120,
+        "failed_exit": "judge",
+    }
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agent", "harness"])
+def test_a_run(tmp_path: Path, name: str) -> None:
+    """Runs two steps of the configuration: with its class, and with the program of the page."""
+    data, settings = tmp_path / "data", ROOT / "configs" / "agent_cpu.yaml"
+    program = next(block for block in blocks("python") if block.startswith("# my_agent.py"))
+    (tmp_path / "my_agent.py").write_text(program, encoding="utf-8")
+    prepare = f"calculator --output {data} --train 200 --test 8 --demonstrations 400 --env {name}"
+    given = {
+        "run.steps": 2,
+        "run.directory": str(tmp_path / "runs"),
+        "model.path": str(tmp_path / "model"),
+        "data.prepare": prepare,
+        "data.train": [str(data / "train.parquet")],
+        "data.eval": [str(data / "test.parquet")],
+        "warmup.files": [str(data / "demonstrations.parquet")],
+        "warmup.steps": 20,
+        "data.prompts_per_step": 4,
+        "data.samples_per_prompt": 4,
+        "evaluation.every": 2,
+        "checkpoint.every": 0,
+        "environment.classes": {"agent": f"{ROOT}/configs/agent_cpu.py:CalculatorAgent"},
+        "environment.options": PROGRAM if name == "harness" else {},
+        "telemetry.trackers": ["jsonl"],
+    }
+    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", str(settings)]
+    command += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left_over(tmp_path) == []
+    _, *steps = read(next((tmp_path / "runs").glob("*/metrics.jsonl")))
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["rollout/failed_fraction"] == 0 and row["mismatch/logprob_abs_mean"] < 1e-3
+        assert row["environment/of/agent_branches"] == 1 and 1 <= row["environment/of/agent_requests"] <= 2
