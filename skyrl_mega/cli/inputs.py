@@ -141,10 +141,13 @@ def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
 def check_tools(config: Config) -> None:
     """Checks that the model's chat template can show the tools of the environments in settings and data rows.
 
-    Does nothing without tools; without a tokenizer in the model's folder, only `rollout.conversation` is checked.
+    Call after the data files have passed `check_files`: a damaged file raises an error of pyarrow. Files that do not
+    exist are left out. Does nothing without tools; without a tokenizer in the model's folder, only
+    `rollout.conversation` is checked.
 
     Raises:
-        UserError: The template cannot show tools, or `rollout.conversation=one_message` forbids them.
+        UserError: The template cannot show tools, `rollout.conversation=one_message` forbids them, an environment
+            cannot be found or imported, or the tokenizer cannot be used.
     """
     path = Path(config.model.path)
     names = [name for name in environment_names(config) if registry.has_tools(name, config.environment)]
@@ -161,7 +164,8 @@ def check_tools(config: Config) -> None:
 
 
 def environment_names(config: Config) -> list[str]:
-    """Returns the environments named in the settings and in existing data files, each once."""
+    """Returns the environments named in the settings and in existing data files, each once. Call after the data files
+    have passed `check_files`: a damaged file raises an error of pyarrow."""
     environments = config.environment
     files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
     named = (*environments.classes, *filter(None, [environments.default_name]), *environments_of(files, environments))

@@ -39,10 +39,15 @@ NAMES = ("architectures", "model_type")
 
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks the layouts of policy, reference, critic and engines against the model.
+    """Checks the layouts of policy, reference and critic against the model, and the engines with `check_engine`. Does
+    not check if the memory suffices.
+
+    Options are compared with the sources of megatron-core and vLLM, without an import. Options of a package that is not
+    installed are not checked, and no error says so; all other checks still run.
 
     Raises:
-        UserError: The model cannot be split into a layout, or megatron-core or vLLM rejects an option.
+        UserError: The model cannot be split into a layout or computed in a precision, megatron-core or vLLM has no such
+            option or the value has another type, or `check_engine` raises it.
     """
     _check_fp8(config, hf)
     check_engine(config, hf)
@@ -113,11 +118,15 @@ def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks an engine's arguments, layout and maximum sequence length against the model.
+    """Checks an engine's arguments, layout, precision and maximum sequence length against the model. Does not check if
+    the memory suffices.
+
+    Names and simple types of the arguments (`rollout.options`) are compared with vLLM's source, without an import. If
+    vLLM is not installed, this comparison is left out, and no error says so; all other checks still run.
 
     Raises:
-        UserError: vLLM rejects an option, the engines cannot split the model, or sequences may exceed the model's
-            length.
+        UserError: vLLM has no such argument or the value has another type, `hf_overrides` would change the model, the
+            engines cannot split the model or compute in the precision, or sequences may exceed the model's length.
     """
     arguments.check(config.rollout.options)
     kind = architecture(hf)

@@ -152,7 +152,8 @@ class EndpointClient:
         self.endpoint, self.sampling, self.timeout_s, self.http = endpoint, sampling, timeout_s, http
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], max_tokens: int, seed: int) -> Reply | None:
-        """Returns the next message, or None if the conversation exceeds the endpoint's context.
+        """Returns the next message, or None if the endpoint refuses the request as longer than its context. Endpoints
+        refuse a conversation that is too long alone, and also one too long together with `max_tokens`.
 
         Args:
             messages: The conversation.
@@ -256,7 +257,8 @@ class MessageAgent(Agent):
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
         """Asks the endpoint for the next turn, and appends its tokens and a step to the trajectory.
 
-        Returns an empty, truncated turn, and appends nothing, if the conversation exceeds the endpoint's context.
+        Returns an empty, truncated turn, and appends nothing, if the conversation alone, or together with `room`,
+        exceeds the endpoint's context.
 
         Args:
             opened: The trajectory so far.

@@ -41,7 +41,7 @@ class TrainGroup:
 
         Raises:
             UserError: A tensor is missing or has another shape.
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
         """
         self._call("load", str(path.absolute()), waiting=waiting)
 
@@ -55,7 +55,7 @@ class TrainGroup:
 
         Raises:
             UserError: A tensor is missing or has another shape.
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
         """
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
 

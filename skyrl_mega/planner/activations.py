@@ -212,7 +212,8 @@ def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int,
     """Estimates the peak bytes of the output head: (in training, in a log-prob pass).
 
     Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus in training the
-    weight's gradient. For a rank of the last pipeline stage; a critic computes no logits.
+    weight's gradient. Call it only for a rank of the last pipeline stage, and not for a critic, which computes no
+    logits: neither is checked.
 
     Args:
         decoder: The model.

@@ -27,8 +27,8 @@ MORE_NODES = "cluster.nodes"
 
 
 def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
-    """Returns up to `OFFERED` changes of a single setting, or else of two, to valid settings; [] if none is
-    found in `SECONDS` of processor time.
+    """Returns up to `OFFERED` alternatives, each of which alone leads to valid settings: changes of a single setting,
+    or else of two. [] if none is found in `SECONDS` of processor time.
 
     Tries settings named by the error first, then settings with a value proposed by the error (`key=`). Changes of the
     number of nodes come last.
@@ -64,8 +64,9 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
 
 
 def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
-    """Returns changes that make settings with shared GPUs and generation ahead valid: at most one to separate GPUs,
-    found in `SECONDS` of processor time, and `asynchrony.mode=off` if valid. [] if neither is.
+    """Returns alternatives, each of which alone makes settings with shared GPUs and generation ahead valid: first at
+    most one change to separate GPUs, found in `SECONDS` of processor time, then `asynchrony.mode=off` if valid. [] if
+    neither is.
 
     Args:
         config: The invalid settings.

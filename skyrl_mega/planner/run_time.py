@@ -68,8 +68,11 @@ class RunTime:
 
     @property
     def values(self) -> dict[str, float]:
-        """Name → seconds per step: each phase, their sum `step`, the step's share of evaluations and checkpoints, and
-        `whole`, the run's seconds / steps."""
+        """Name → seconds per step: the fields of `StepTime`, of which `ahead` is an overlap and no phase; `step`, the
+        sum of the phases minus `ahead`; `evaluation` and `checkpoint`, the step's share of all evaluations and
+        checkpoints; and `whole`, the sum of `step` and both shares.
+
+        In a run of 0 steps both shares are the seconds of the whole run, and `whole` leaves out `step`."""
         steps = max(1, self.steps)
         return {
             **asdict(self.step),

@@ -99,8 +99,9 @@ class Generator:
         """Runs `samples` trajectories of every prompt and returns a group per prompt, in the prompts' order. Clears the
         engines' prefix caches first. Blocks until all trajectories ended.
 
-        Equal weights, prompts and seed give equal trajectories. The results are bit-identical for single-turn
-        trajectories on a single engine, and always with `lockstep`.
+        Equal weights, prompts and seed give equal random streams. The results are bit-identical with `lockstep`, and
+        for single-turn trajectories on a single engine (limits: docs/parity.md). Otherwise rounding may differ between
+        runs and change log-probs and, rarely, a token and the rest of its trajectory.
 
         Args:
             prompts: The prompts.

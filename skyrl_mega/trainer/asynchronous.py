@@ -71,14 +71,15 @@ class Asynchronous:
         return self.config.data.prompts_per_step
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Waits for the step's groups and returns the groups in request order. Also requests further groups, adds the
-        trajectories to `step.trajectories` and records metrics of the step.
+        """Waits for the step's groups and returns the groups in request order. Also requests further groups, adds all
+        trajectories, of dropped groups too, to `step.trajectories` and records metrics of the step.
 
         With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
-        `max_rounds` times a step's groups were dropped. Returns fewer groups than `wanted`, perhaps none, after that,
-        and at the end of the data.
+        `max_rounds` times a step's groups were dropped, or only a step's groups if every environment in the dropped
+        groups failed. Returns fewer groups than `wanted`, perhaps none, after that, and at the end of the data.
 
         Raises:
+            UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
             ActorFailed: An engine or a rollout worker failed, and none restarts.
             StaleTooFar: A token is older than allowed.
             Exception: `look` raised it.
@@ -264,7 +265,12 @@ class Asynchronous:
 
     def collect(self, wait_s: float) -> None:
         """Moves finished groups of the service to `done`; waits up to `wait_s` seconds for the first. With dynamic
-        sampling groups without a signal go to `left_out` instead. Raises ActorFailed as `RolloutService.done` does."""
+        sampling groups without a signal go to `left_out` instead.
+
+        Raises:
+            UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts.
+        """
         for finished in self.service.done(wait_s):
             algorithm = self.config.algorithm
             if not algorithm.dynamic_sampling.enabled or with_signal([finished.group], algorithm):

@@ -126,7 +126,8 @@ class RolloutWorker:
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
         """Replaces the session's view of the engines after a weight sync: the serving engines of the view accept
-        requests again. Ignores a view older than the known one. Raises KeyError after the session's end."""
+        requests again. The view has as many actors as in `begin`; only engines in `serving` get requests. Ignores a
+        view older than the known one. Raises KeyError after the session's end."""
         self.sessions[session].rejoin(engines)
 
     async def events(self, session: str) -> list[WorkerEvent]:
@@ -233,7 +234,8 @@ class PhaseSession:
         return arrays
 
     def rejoin(self, engines: EngineView) -> None:
-        """Lets these engines accept requests again, unless a later weight sync is already known."""
+        """Takes over the driver's view after a weight sync and lets its serving engines accept requests again; ignores
+        a view from before the latest known sync. The view has as many actors as before (`KnownEngines.update`)."""
         if engines.syncs < self.engines.syncs:
             return
         self.engines.update(engines)
@@ -294,7 +296,14 @@ class KnownEngines:
 
     def update(self, engines: EngineView) -> None:
         """Takes over the driver's current view. An unchanged engine keeps the old handle, because the router compares
-        handles by identity."""
+        handles by identity.
+
+        The view has as many actors as before, by rank: a restarted engine has another handle in its place, and an
+        engine out of service is only absent from `serving`.
+
+        Raises:
+            ValueError: The view has another number of actors.
+        """
         known = self.group.actors
         self.group.actors = [old if old == new else new for old, new in zip(known, engines.actors, strict=True)]
         self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs

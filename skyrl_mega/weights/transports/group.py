@@ -122,7 +122,8 @@ class Transport:
             receive: The message to receive; None for none.
             send: The message to send; None for none.
             tag: Number shared by both ends of a message, to match sends with receives on gloo.
-            prepare: Called before the send starts, to fill the send tensor; may wait for earlier messages.
+            prepare: Called once, even without `send`, and before the send starts, to fill the send tensor; may wait for
+                earlier messages.
 
         Returns:
             Tickets for `wait`, each to be waited for once: (of `receive`, of `send`); None without a message.
