@@ -167,7 +167,7 @@ def test_queries_are_compiled_by_their_databases(tmp_path: Path) -> None:
 
 def test_a_seed_of_gymnasium() -> None:
     assert says("gym", None, extra_info={"seed": 3}) is None and says("gym", None) is None
-    for info in ({"seed": "three"}, {"seed": 0.5}, '{"seed": 3}'):
+    for info in ({"seed": "three"}, {"seed": 0.5}, {"seed": float("nan")}, {"seed": float("inf")}, '{"seed": 3}'):
         assert "column extra_info.seed" in (says("gym", None, extra_info=info) or "")
 
 

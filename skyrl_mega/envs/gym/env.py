@@ -56,7 +56,8 @@ class GymEnv(BaseTextEnv):
         """Returns the reason why a row's seed is invalid, if not a whole number; None for a valid seed or no seed."""
         info = row.get("extra_info")
         seed = info.get("seed") if isinstance(info, Mapping) else info
-        if seed is None or (isinstance(info, Mapping) and isinstance(seed, int | float) and seed == int(seed)):
+        whole = isinstance(seed, int) or (isinstance(seed, float) and seed.is_integer())  # False for NaN and infinity
+        if seed is None or (isinstance(info, Mapping) and whole):
             return None
         return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
