@@ -32,7 +32,7 @@ from skyrl_mega.telemetry.trackers import registry as trackers
 
 
 def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None) -> Mapping[str, Any]:
-    """Checks all inputs of a run, without building or starting anything.
+    """Checks all inputs of a run, without building or starting anything. Does not check devices and memory.
 
     Covers trackers, advantage estimator and loss, environments, models, parallel layouts, every row of the data files,
     chat template and tools. A missing data file is an error unless `data.prepare` will create it.
@@ -72,7 +72,10 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
 def planned_inputs(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Checks the inputs of a dry run: existing files are checked, absent files are listed.
+    """Checks the inputs of a dry run: existing files are checked, absent files are listed. With `data.prepare`, absent
+    data files are not listed.
+
+    Unlike `check_inputs`, checks neither parallel layouts (`check_layouts`) nor `check_rewriting`.
 
     Args:
         config: The settings.
@@ -120,10 +123,16 @@ def planned_inputs(
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
     """Checks tokenizer, chat template, turn-ending tokens, and the tool calls of demonstrations with this template.
 
-    Does nothing if the folder of the model has no tokenizer.
+    Does nothing if the folder of the model has no tokenizer. Demonstrations are read only with `warmup.steps`, and only
+    from files that exist.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
 
     Raises:
-        UserError: The tokenizer or the template cannot be used.
+        UserError: The tokenizer or the template cannot be used, a file of demonstrations is wrong, or the template
+            cannot write a demonstration's tool calls.
     """
     path = Path(config.model.path)
     if not any(path.glob("tokenizer*")):
@@ -280,6 +289,10 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
     A run builds only a missing model, and would otherwise ignore `model.build`.
 
+    Args:
+        config: The settings.
+        hf: Result of `model_config`; a missing model therefore passes.
+
     Raises:
         UserError: The model differs; names the setting, both values and the path.
     """
@@ -308,7 +321,8 @@ def check_rewriting(config: Config) -> None:
     """Rejects environments that replace earlier messages (`rewrites_history`) while `rollout.step_wise` is off.
 
     Raises:
-        UserError: A trajectory of such an environment would be no single sequence of tokens.
+        UserError: A trajectory of such an environment would be no single sequence of tokens, or an environment cannot
+            be found or imported.
     """
     for name in filter(None, [*config.environment.classes, config.environment.default_name]):
         if config.rollout.step_wise == "off" and getattr(

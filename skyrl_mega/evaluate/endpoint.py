@@ -162,8 +162,7 @@ class EndpointClient:
 
         Raises:
             UserError: The endpoint refused the request, the key or the model's name.
-            EndpointFailed: No answer in ATTEMPTS attempts, or an answer in an unknown form.
-            httpx.DecodingError: The compressed bytes of an answer are broken.
+            EndpointFailed: No answer in ATTEMPTS attempts, or an answer in an unknown form or with broken compression.
         """
         sampling = self.sampling
         body: dict[str, Any] = {

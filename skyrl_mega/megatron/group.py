@@ -60,11 +60,21 @@ class TrainGroup:
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replaces the optimizer and the learning-rate schedule of all ranks by new objects with these settings."""
+        """Replaces the optimizer and the learning-rate schedule of all ranks by new objects with these settings and
+        zero moments. No weight changes; an offloaded optimizer stays offloaded.
+
+        Raises:
+            UserError: megatron-core refuses `options` of the settings.
+            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
+        """
         self._call("reset_optimizer", optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Sets the loss settings of all ranks, for callers that train several times with the same actors."""
+        """Sets the loss settings of all ranks, for callers that train several times with the same actors.
+
+        Raises:
+            ActorFailed: A rank failed or did not answer in time; the group is ended.
+        """
         self._call("set_algorithm", algorithm)
 
     def hold(self, minis: Sequence[Samples | Sequences], silent: Sequence[Tensor] | None = None) -> None:
@@ -120,6 +130,7 @@ class TrainGroup:
         squares: str | None = None,
     ) -> None:
         """Makes the ranks compute log-probs of the stored mini-batches and add a column with the result, [T] float32.
+        Tokens without a weight in the loss get 0, in all columns. The parameters must be on the device.
 
         Args:
             name: Name of the column.
@@ -137,7 +148,8 @@ class TrainGroup:
     def logprobs(self, *, temperature: float) -> list[Tensor]:
         """Computes the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
 
-        Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column.
+        Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column. The parameters must be on
+        the device.
 
         Raises:
             ActorFailed: A rank failed or did not answer in time; the group is ended.
@@ -146,6 +158,7 @@ class TrainGroup:
 
     def values(self, name: str) -> list[Tensor]:
         """Returns a critic's value of the state before every stored token; the ranks also add the values as a column.
+        The parameters must be on the device.
 
         Args:
             name: Name of the column.
@@ -166,7 +179,7 @@ class TrainGroup:
             name: Name of the column.
 
         Raises:
-            ValueError: No rank has the column.
+            ValueError: No rank has the column; the group still works.
             ActorFailed: A rank failed or did not answer in time; the group is ended.
         """
         return self._collected(self._call("column", name))
@@ -196,8 +209,8 @@ class TrainGroup:
     ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks.
 
-        The mini-batch needs the columns of the loss, such as weights and advantages. A gradient of exactly 0 is no
-        error: no weight moves, and `grad_norm` is 0.
+        The mini-batch needs the columns of the loss, such as weights and advantages; parameters, gradients and
+        optimizer must be on the device. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.
 
         Args:
             mini: Index of the mini-batch in the latest `hold`.
@@ -217,7 +230,7 @@ class TrainGroup:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
         signal: those of the loss, without `grad_norm` and `lr`. Changes no weight.
 
-        Takes the arguments of `train`. A loss of NaN is no error.
+        Takes the arguments of `train`. Only the parameters must be on the device. A loss of NaN is no error.
 
         Raises:
             ActorFailed: A rank failed or did not answer in time; the group is ended.

@@ -159,7 +159,8 @@ class Planned:
 
 def evaluations(config: Config, steps: int) -> int:
     """Returns the number of evaluations of a run of `steps` steps: before the first step with `evaluation.before`,
-    and, unless `evaluation.every` is 0, every `evaluation.every` steps and after the last step."""
+    and, unless `evaluation.every` is 0, every `evaluation.every` steps and after the last step, which counts once. Does
+    not look at the data: without evaluated rows a run has no evaluation."""
     every = config.evaluation.every
     return int(config.evaluation.before) + (-(-steps // every) if every else 0)
 
@@ -180,13 +181,14 @@ def error_bar(
     signal: bool = False,
 ) -> ErrorBar:
     """Estimates the uncertainty of a run's seconds: moves each uncertain input alone to both ends of its interval, and
-    adds the logarithms of the resulting factors in quadrature, with `FORMULAS` for the formulas themselves.
+    adds the logarithms of the resulting factors in quadrature, with `FORMULAS` for the formulas themselves. If the
+    estimate is 0 seconds, only `FORMULAS` is left.
 
     Args:
         seconds: Function from settings and trajectories to the seconds of the run.
         config: The settings with all rates, as from `rates.planned`.
         mean: The trajectories of the estimate.
-        rates: Rates with their uncertainties.
+        rates: Rates with their uncertainties; rates with the factor 1 or the value 0 are skipped.
         lengths: Shortest and longest trajectories, if the lengths are assumed; () leaves lengths out.
         signal: True if the share of groups with a signal is assumed and matters.
     """

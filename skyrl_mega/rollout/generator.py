@@ -45,7 +45,8 @@ class Generator:
         refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
         look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`).
+        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`). Ignored with
+            `workers`.
         loop: The event loop of the phases.
         workers: Rollout workers running the trajectories; None runs them in this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected
@@ -128,7 +129,8 @@ class Generator:
                 self.refill()
 
     def player(self, sampling: SamplingConfig, *, service: bool = False) -> Player:
-        """Returns a player on these engines, for a phase or a service. All trajectories run in the same event loop.
+        """Returns a player on these engines, for a phase or a service. All trajectories run in the same event loop. The
+        caller closes the player's router after a phase (`router.close`).
 
         Args:
             sampling: Sampling parameters.

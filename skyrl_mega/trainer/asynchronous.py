@@ -72,7 +72,8 @@ class Asynchronous:
 
     def next_groups(self, step: Step) -> list[Group]:
         """Waits for the step's groups and returns the groups in request order. Also requests further groups, adds all
-        trajectories, of dropped groups too, to `step.trajectories` and records metrics of the step.
+        trajectories, of dropped groups too, to `step.trajectories` and records metrics of the step. `synced` must have
+        been called before.
 
         With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
         `max_rounds` times a step's groups were dropped, or only a step's groups if every environment in the dropped
@@ -82,7 +83,7 @@ class Asynchronous:
             UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
             ActorFailed: An engine or a rollout worker failed, and none restarts.
             StaleTooFar: A token is older than allowed.
-            Exception: `look` raised it.
+            Exception: `look` or `refill` raised it.
         """
         self.steps = step.number - 1
         with step.phase("generate", total=self.wanted) as progress:
@@ -166,7 +167,8 @@ class Asynchronous:
             folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: A file cannot be read.
+            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
+                saved run's.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(saved, tuple):

@@ -103,9 +103,10 @@ class RolloutWorker:
         new_session.router.count = self.timeline.requests
 
     async def play(self, session: str, jobs: Sequence[TrajectoryJob]) -> None:
-        """Starts the trajectories of these jobs and returns at once; `events` returns the outcomes.
+        """Starts the trajectories of these jobs and returns at once; `events` returns an outcome of each: `Finished`,
+        `RolloutFailed` or `Cancelled`.
 
-        A job abandoned before its start is reported as cancelled.
+        A job abandoned before its start is reported as `Cancelled`.
 
         Args:
             session: Name of a session started by `begin`; the session has the sampling settings and the engines.
@@ -118,8 +119,9 @@ class RolloutWorker:
             self.sessions[session].play(job)
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
-        """Cancels the jobs with these keys (`TrajectoryJob.key`). An event confirms the end of each. Does nothing if
-        the session has ended."""
+        """Cancels the jobs with these keys (`TrajectoryJob.key`). Each job still ends with an event: `Cancelled`, or
+        another outcome if the job ended first. Keys may arrive before their jobs. Does nothing if the session has
+        ended."""
         if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
@@ -156,13 +158,19 @@ class RolloutWorker:
             keys: The jobs' keys (`TrajectoryJob.key`).
 
         Raises:
-            KeyError: The session is unknown, or a job is not finished or was handed over before.
+            KeyError: The session is unknown, or a job is not finished or was handed over before; the arrays of the
+                jobs before it in `keys` are then lost.
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 
     async def write_turns(self, session: str, file: Path) -> None:
         """Writes the recorded turns of a session's unfinished trajectories to a file (`journal.write`), also without
-        any turn. Raises KeyError after the session's end."""
+        any turn.
+
+        Raises:
+            KeyError: The session has ended.
+            OSError: The file could not be written, also because its folder does not exist.
+        """
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> ActivityReport:

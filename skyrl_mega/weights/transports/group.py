@@ -113,7 +113,8 @@ class Transport:
     def exchange(
         self, receive: Message | None, send: Message | None, tag: int, prepare: Callable[[], None] = lambda: None
     ) -> tuple[int | None, int | None]:
-        """Starts at most one message in each direction.
+        """Starts at most one message in each direction. Only for members of the process group that have not left it: a
+        device peer has no such messages.
 
         If waiting blocks the host, the receive is already under way when `prepare` runs; on CUDA streams both messages
         start as an NCCL group.
@@ -227,7 +228,7 @@ class Transport:
     @property
     def broken(self) -> bool:
         """True if a process has reported at the store that it left after a failure; on CUDA streams a message to such a
-        process never ends."""
+        process never ends. False without a store. Raises RuntimeError if the store does not answer."""
         return self.store is not None and bool(self.store.check(["lost/any"]))
 
     def _report_lost(self, peer: int, what: str, timed_out: bool) -> None:
@@ -266,7 +267,12 @@ class Transport:
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
-    """Cancels the group called `group`: every process that still waits in `join` raises TransportError with `cause`."""
+    """Cancels the group called `group`: every process that waits in `join` for other processes, now or later, raises
+    TransportError with `cause`. Processes that have already joined are not affected.
+
+    Raises:
+        RuntimeError: The store does not answer.
+    """
     PrefixStore(group, store).set(CALLED_OFF, cause)
 
 
