@@ -68,6 +68,12 @@ def run(
     return asyncio.run(everything()), engine
 
 
+async def settle() -> None:
+    """Lets all tasks run until they wait for the engine."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def says(session: AgentSession, messages: list[dict[str, Any]], **more: Any) -> PolicyReply:
     (reply,) = await session.chat(ChatRequest(messages, **more))
     return reply
@@ -259,13 +265,13 @@ def test_a_client_that_has_gone_leaves_tokens_that_are_dropped_unless_it_asks_ag
     async def work(session: AgentSession, engine: FakeEngine) -> None:
         engine.gate = asyncio.Event()
         gone = [asyncio.create_task(says(session, [message])) for message in (HELLO, HELLO, MORE)]
-        await asyncio.sleep(0.01)
+        await settle()
         for task in gone:
             task.cancel()
         await asyncio.wait(gone)
         again = asyncio.create_task(says(session, [HELLO]))
         other = asyncio.create_task(says(session, [HELLO], max_tokens=2))
-        await asyncio.sleep(0.01)
+        await settle()
         assert len(engine.started) == 4, "the first request's answer is taken over; another limit is another request"
         engine.gate.set()
         assert list((await again).tokens) == list(engine.asked[0][1].tokens)
@@ -283,9 +289,9 @@ def test_the_end_of_a_session_waits_for_the_engine_and_drops_what_nobody_reads(c
     async def work(session: AgentSession, engine: FakeEngine) -> None:
         engine.gate = asyncio.Event()
         waiting = asyncio.create_task(says(session, [HELLO]))
-        await asyncio.sleep(0.01)
+        await settle()
         ending = asyncio.create_task(session.finish())
-        await asyncio.sleep(0.01)
+        await settle()
         assert not ending.done()
         with pytest.raises(SessionEnded):
             await says(session, [MORE])

@@ -58,13 +58,13 @@ class Asking(AgentEnv):
         then = self.extras["extra_info"]["then"]
         self.endpoints.append(endpoint)
         self.attempts.append(then)
-        first = [] if then == "silent" else [ask(endpoint, prompt)]
+        if then == "hangs":
+            self.release.wait(30)
+        first = [] if then in ("silent", "hangs") else [ask(endpoint, prompt)]
         if then == "raises":
             raise ZeroDivisionError("in run")
         if then == "unwell" and self.attempts.count("unwell") < 3:
             raise InfrastructureFault("the service is away")
-        if then == "hangs":
-            self.release.wait(30)
         if then == "slow":
             time.sleep(1.0)
         if then == "too many":
