@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -89,29 +88,21 @@ PROGRAM = {
 @pytest.mark.parametrize("name", ["agent", "harness"])
 def test_a_run(tmp_path: Path, name: str) -> None:
     """Runs two steps of the configuration: with its class, and with the program of the page."""
-    data, settings = tmp_path / "data", ROOT / "configs" / "agent_cpu.yaml"
+    data = tmp_path / "data"
     program = next(block for block in blocks("python") if block.startswith("# my_agent.py"))
     (tmp_path / "my_agent.py").write_text(program, encoding="utf-8")
     prepare = f"calculator --output {data} --train 200 --test 8 --demonstrations 400 --env {name}"
-    given = {
-        "run.steps": 2,
-        "run.directory": str(tmp_path / "runs"),
-        "model.path": str(tmp_path / "model"),
-        "data.prepare": prepare,
-        "data.train": [str(data / "train.parquet")],
-        "data.eval": [str(data / "test.parquet")],
-        "warmup.files": [str(data / "demonstrations.parquet")],
-        "warmup.steps": 20,
-        "data.prompts_per_step": 4,
-        "data.samples_per_prompt": 4,
-        "evaluation.every": 2,
-        "checkpoint.every": 0,
-        "environment.classes": {"agent": f"{ROOT}/configs/agent_cpu.py:CalculatorAgent"},
-        "environment.options": PROGRAM if name == "harness" else {},
-        "telemetry.trackers": ["jsonl"],
-    }
-    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", str(settings)]
-    command += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
+    config = yaml.safe_load((ROOT / "configs" / "agent_cpu.yaml").read_text(encoding="utf-8"))
+    config["run"] |= {"steps": 2, "directory": str(tmp_path / "runs")}
+    config["model"]["path"] = str(tmp_path / "model")
+    files = {key: [str(data / f"{file}.parquet")] for key, file in (("train", "train"), ("eval", "test"))}
+    config["data"] |= {"prepare": prepare, **files, "prompts_per_step": 4, "samples_per_prompt": 4}
+    config["warmup"] |= {"files": [str(data / "demonstrations.parquet")], "steps": 20}
+    config |= {"evaluation": {"every": 2}, "checkpoint": {"every": 0}, "telemetry": {"trackers": ["jsonl"]}}
+    classes = {"agent": f"{ROOT}/configs/agent_cpu.py:CalculatorAgent"}
+    config["environment"] = {"options": PROGRAM} if name == "harness" else {"classes": classes}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", "run.yaml"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
