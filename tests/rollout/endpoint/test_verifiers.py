@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+import venv
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,13 +19,51 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs import BaseTextEnvStepOutput, registry
 from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
 from skyrl_mega.envs.sandbox import confinements
-from skyrl_mega.rollout.endpoint.requests import EndpointSession
+from skyrl_mega.envs.tool_calls import ToolCall
+from skyrl_mega.rollout.endpoint.requests import ChatRequest, EndpointSession
 from tests.rollout.endpoint.fakes import PLAIN, ScriptedSession
+from tests.rollout.endpoint.test_mini_swe_agent import TalkingSession
 
 ROOT = Path(__file__).parents[3]
 NEW, OLD = (str(ROOT / f".venv-verifiers{suffix}" / "bin" / "python") for suffix in ("", "-0.1"))
 """`python -m venv .venv-verifiers; .venv-verifiers/bin/pip install verifiers==0.4.0 marble-v1`, and
 `python -m venv .venv-verifiers-0.1; .venv-verifiers-0.1/bin/pip install verifiers==0.1.14 staros-stardata`."""
+TOOLS = """
+import verifiers.v1 as vf
+
+__all__ = ["Sums"]
+
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> str:
+        "Adds two numbers."
+        return str(a + b)
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def tool_results(self, trace: vf.Trace) -> float:
+        return float(len(trace.tool_messages))
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for n in (20, 21):
+            yield Sum(Data(prompt=f"{n}+{n}", answer=str(2 * n)), self.config.task)
+
+if __name__ == "__main__":
+    Adder.run()
+"""
+"""A task set with an MCP tool."""
 POEMS = "stardata.envs.constraint_gym"
 Play = Callable[[Any, dict[str, Any], str], BaseTextEnvStepOutput]
 
@@ -69,6 +109,45 @@ def test_a_task_set(tmp_path: Path, play: Play) -> None:
     scores = ("scored", "answered_legally", "closeness")
     assert [right["metadata"]["metrics"][name] for name in scores] == [1.0, 1.0, 1.0]
     assert [wrong["metadata"]["metrics"][name] for name in scores] == [0.0, 0.0, 0.0]
+
+
+@pytest.fixture
+def packages() -> Path:
+    """The packages of the installation of verifiers 0.4."""
+    return next(Path(NEW).parents[1].resolve().glob("lib/python*/site-packages"))
+
+
+@pytest.fixture
+def own(packages: Path) -> Iterator[Path]:
+    """An installation with the task set `my_tools`. Not below /tmp, which a program in the sandbox writes to."""
+    with TemporaryDirectory(prefix=".venv-", dir=ROOT) as folder:
+        Path(folder).chmod(0o755)
+        venv.create(folder, symlinks=True)
+        site = next(Path(folder).glob("lib/python*/site-packages"))
+        (site / "my_tools.py").write_text(TOOLS)
+        (site / "verifiers.pth").write_text(f"{packages}\n")
+        yield Path(folder)
+
+
+@pytest.mark.skipif(not Path(NEW).exists(), reason="verifiers 0.4 is not installed in .venv-verifiers")
+def test_tools_over_mcp(
+    opened: Callable[[EndpointSession], AgentEndpoint], own: Path, packages: Path, tmp_path: Path
+) -> None:
+    python = str(own / "bin" / "python")
+    options = {"env": "my-tools", "python": python, "args": {"agent": {"harness": {"id": "null"}}}}
+    config = EnvironmentConfig(options={"verifiers": {**options, "read": [str(packages)]}})
+    row = rows(tmp_path, "my-tools", python)[0]
+    call = ToolCall("call_1", "adder_add", {"a": 20, "b": 20})
+    session = TalkingSession([replace(PLAIN, tool_calls=(call,)), replace(PLAIN, text="40", content="40")])
+    env = registry.make("verifiers", row, config, 3)
+    assert isinstance(env, AgentEnv)
+    output = env.run(opened(session), row["prompt"])
+    first, second = session.requests
+    assert isinstance(first, ChatRequest) and isinstance(second, ChatRequest)
+    assert [tool["function"]["name"] for tool in first.tools] == ["adder_add"]
+    assert [message["role"] for message in second.messages] == ["user", "assistant", "tool"]
+    assert second.messages[2]["content"] == "40"
+    assert (output["reward"], output["metadata"]["metrics"]["tool_results"]) == (1.0, 1.0)
 
 
 @pytest.mark.skipif(not Path(OLD).exists(), reason="verifiers 0.1 is not installed in .venv-verifiers-0.1")
