@@ -171,7 +171,7 @@ def test_a_program_out_of_time_is_judged_by_its_work_so_far(make: Make, policy: 
         f"        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(600)', {mark!r}])\n"
         "    os._exit(0)\ntime.sleep(600)"
     )
-    output = play(make(code, confined=confined, timeout_s=2), policy)
+    output = play(make(code, confined=confined, timeout_s=6), policy)
     assert output["reward"] == 1.0 and output["metadata"]["program"]["status"] == "timeout"
     assert output["metadata"]["metrics"]["program_cut"] == 1.0
     assert not running(mark)
