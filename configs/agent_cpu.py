@@ -3,13 +3,13 @@
 import json
 import re
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from skyrl_mega.envs import AgentEndpoint, AgentEnv, BaseTextEnvStepOutput, Message, ToolError
 from skyrl_mega.envs.calculator.env import CalculatorEnv, calculate
 
 TOOLS = [tool.definition for tool in CalculatorEnv.tools]  # the tool that the warm-up shows to the small model
-SDK = OpenAI(base_url="http://each-trajectory-has-its-own", api_key="-")
+SDK = OpenAI(base_url="http://127.0.0.1", api_key="-", http_client=DefaultHttpxClient(trust_env=False))  # no proxy
 
 
 class CalculatorAgent(AgentEnv):

@@ -14,6 +14,17 @@ from typing import Any
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 
+NO_PROXY = "127.0.0.1,localhost"
+"""Hosts that an agent calls without a proxy: the endpoint is on loopback."""
+
+
+class AgentStopped(RuntimeError):
+    """An agent that ended without a result. `AgentEnv.run` raises it for failures of the agent alone.
+
+    After a refusal by a limit of the run (requests, tokens, time) the trajectory counts as truncated, with reward 0.
+    Without such a refusal it is a fault, as any other exception is, and the loss excludes the trajectory.
+    """
+
 
 @dataclass(frozen=True)
 class AgentEndpoint:
@@ -30,6 +41,9 @@ class AgentEndpoint:
     closes the socket then. Meant for a socket in the network namespace of a sandbox, in which `url` is unreachable.
     Requests on it need the key too. None if the endpoint accepts no further socket.
     """
+    seconds: float | None = field(default=None, compare=False)
+    """Seconds for which requests are answered (`rollout.trajectory_timeout_s`), from the start of `AgentEnv.run`; None
+    without a limit."""
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables by which the SDKs of OpenAI and Anthropic find the endpoint."""
@@ -40,6 +54,8 @@ class AgentEndpoint:
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.key,
             "MODEL_NAME": self.model,
+            "NO_PROXY": NO_PROXY,
+            "no_proxy": NO_PROXY,
         }
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _thread = threading.local()
@@ -83,6 +83,26 @@ def wait(awaitable: Awaitable[Any]) -> Any:
         return future.result()
     finally:
         future.cancel()  # no effect on a finished coroutine
+
+
+@contextmanager
+def on_cancel(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` if another thread gives up waiting for the current thread (`Pending.cancel`), in the `with` block.
+
+    Args:
+        stop: Ends the work of the current thread; called at most once, in the other thread.
+    """
+    pending: Pending | None = getattr(_thread, "pending", None)
+    if pending is None:
+        yield
+        return
+    future: Future[None] = Future()
+    future.add_done_callback(lambda ended: stop() if ended.cancelled() else None)
+    pending.hold(future)
+    try:
+        yield
+    finally:
+        future.set_running_or_notify_cancel()  # a later `cancel` has no effect
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs import registry
-from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.harness.judge import AnswerJudge
 from skyrl_mega.envs.harness.program import (
@@ -32,14 +32,16 @@ from skyrl_mega.envs.truths import SPECS
 KEY = "environment.options.harness"
 BOX = f"{KEY}.sandbox"
 """Setting of the sandbox."""
-LIMITS = CommandLimits(cpu_s=86400, memory_mib=8192, processes=256, file_mib=64, open_files=1024, output_kib=4096)
+LIMITS = CommandLimits(cpu_s=86400, memory_mib=65536, processes=256, file_mib=64, open_files=1024, output_kib=4096)
 """Default limits of the program, wide enough for interpreters that reserve much address space."""
+HIDDEN = ["answer", "solution", "extra_info.answer", "extra_info.solution"]
+"""Usual columns of right answers beside the ground truth."""
 SHOWN = 2000
 """Characters kept of the end of each output, for people."""
 
 
-class ProgramFailed(RuntimeError):
-    """The program ended with an exit code other than 0, or by a signal."""
+class ProgramFailed(AgentStopped):
+    """The program ended with an exit code other than 0, by a signal, or for memory."""
 
 
 class HarnessEnv(AgentEnv):
@@ -55,7 +57,7 @@ class HarnessEnv(AgentEnv):
         "timeout_s": number(600.0, "for the program; judging comes after", above=0, high=86400),
         "failed_exit": choice("error", "judge", doc="an exit code other than 0: a failed trajectory, or judged"),
         "variables": mapping("further environment variables; null copies the run's own"),
-        "hidden": texts(["extra_info.answer"], "columns left out of the task's file, besides the ground truth"),
+        "hidden": texts(HIDDEN, "columns left out of the task's file, besides the ground truth"),
         "read": texts([], "further files and folders that the program may read in the sandbox"),
         "confined": switch(True, "in the sandbox, where it reaches the endpoint only; false: as a process of yours"),
         "sandbox": group(
@@ -131,13 +133,13 @@ class HarnessEnv(AgentEnv):
 
         Raises:
             ProgramFailed: The program failed, unless the option `failed_exit` is `judge`.
-            InfrastructureFault: The program cannot be started, or was ended from outside.
+            InfrastructureFault: The program cannot be started.
         """
         limits = self.program.box.limits
         with closing(self.program.box.workspace()) as folder:
             task = {TASK: task_text(prompt, visible_columns(self.extras, self.options["hidden"]))}
-            result = self.program.run(endpoint, folder, task)
-            if result.status == "failed" and self.options["failed_exit"] == "error":
+            result = self.program.within(endpoint.seconds).run(endpoint, folder, task)
+            if result.status in ("failed", "memory") and self.options["failed_exit"] == "error":
                 raise ProgramFailed(_failure(result))
             written = read_answer(folder, limits.output_kib * 1024)
             answer = result.stdout if written is None else written
@@ -147,7 +149,7 @@ class HarnessEnv(AgentEnv):
         notes["metrics"] = {
             **notes.get("metrics", {}),
             "program_s": result.seconds,
-            "program_cut": float(result.status in ("timeout", "output", "disk")),
+            "program_cut": float(result.status not in ("ok", "failed")),
         }
         notes["program"] = {
             **about,
@@ -182,7 +184,8 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
     }
     given = {name: value for name, value in environment.items() if value is not None}
     judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
-    return Program(tuple(argv), box, float(options["timeout_s"]), given), judge
+    # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
+    return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False), judge
 
 
 def visible_columns(extras: Mapping[str, Any], hidden: list[str]) -> dict[str, Any]:
@@ -210,6 +213,8 @@ def _with_program(extras: Mapping[str, Any], about: Mapping[str, Any]) -> Mappin
 
 
 def _failure(result: SandboxResult) -> str:
+    if result.status == "memory":
+        return "the program was ended, because all programs together used too much memory"
     how = (
         f"by signal {-result.exit}" if result.exit is not None and result.exit < 0 else f"with exit code {result.exit}"
     )

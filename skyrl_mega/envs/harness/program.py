@@ -35,12 +35,19 @@ class Program:
         box: Sandbox, or plain processes of this user (`Sandbox.confined`).
         timeout_s: Seconds from start to end.
         environment: Further environment variables.
+        kill_is_fault: True if a SIGKILL, or an end for memory, is a fault of the machine: the program runs no code of
+            the policy.
     """
 
     argv: tuple[str, ...]
     box: Sandbox
     timeout_s: float
     environment: Mapping[str, str]
+    kill_is_fault: bool = True
+
+    def within(self, seconds: float | None) -> Program:
+        """Returns the program with a time limit of at most `seconds`; None changes nothing."""
+        return self if seconds is None else replace(self, timeout_s=min(self.timeout_s, seconds))
 
     def run(self, endpoint: AgentEndpoint, folder: Workspace, files: Mapping[str, str]) -> SandboxResult:
         """Runs the program to the end, or to the time limit. All processes of the program are dead on return.
@@ -51,7 +58,7 @@ class Program:
             files: Name → text of files, written into the folder first, `TASK` included.
 
         Returns:
-            The result, with the statuses `ok`, `failed`, `timeout`, `output` or `disk`.
+            The result, with status `memory` and exit by SIGKILL only without `kill_is_fault`.
 
         Raises:
             InfrastructureFault: The program cannot be started, or was ended from outside.
@@ -65,9 +72,9 @@ class Program:
             environment={**self.environment, **inside.variables(), TASK_VARIABLE: Path(TASK)},
             serve=endpoint.serve,
         )
-        if result.status == "memory":
+        if self.kill_is_fault and result.status == "memory":
             raise InfrastructureFault("the program was ended, because all programs together used too much memory")
-        if result.status == "failed" and result.exit in KILLED:
+        if self.kill_is_fault and result.status == "failed" and result.exit in KILLED:
             raise InfrastructureFault("the program was killed by a SIGKILL that no limit sent")
         return result
 
@@ -96,10 +103,14 @@ def read_answer(folder: Workspace, most_bytes: int) -> str | None:
     place = os.open(folder.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(ANSWER, flags, dir_fd=place), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        fd = os.open(ANSWER, flags, dir_fd=place)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return ""
-            return file.read(most_bytes).decode(errors="replace")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(most_bytes).decode(errors="replace")
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -181,10 +181,20 @@ def _new_root(request: dict[str, Any], outside: str, owner: int) -> None:
     os.close(keep)
     if owner != os.geteuid():
         os.chown(work, owner, owner)
-    if request["sockets"] and not os.path.lexists(root + "/tmp"):
-        os.symlink(WORK_FOLDER, root + "/tmp")  # whole programs, agents, expect the folder
+    if request["sockets"]:
+        _furnish(root)
     kernel.pivot(root)
     kernel.read_only("/")
+
+
+def _furnish(root: str) -> None:
+    """Adds what whole programs with a network, agents, expect: `/tmp`, and the name `localhost`."""
+    if not os.path.lexists(root + "/tmp"):
+        os.symlink(WORK_FOLDER, root + "/tmp")
+    os.makedirs(root + "/etc", mode=0o755, exist_ok=True)
+    for name, text in (("hosts", "127.0.0.1 localhost\n"), ("nsswitch.conf", "hosts: files\n")):
+        with open(os.open(f"{root}/etc/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as file:
+            file.write(text)
 
 
 def _bind(path: str, root: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, default_total_mib, machine_mib
+from skyrl_mega.envs import event_loop
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, interpreter, tree, variables
@@ -353,7 +354,8 @@ def _execute(
             raise InfrastructureFault("the sandbox was killed as it started") from error
         try:
             too_much = functools.partial(shared.note, process)
-            ended, pieces = _collect(process, report.fileno(), limits, start, too_much, listener)
+            with event_loop.on_cancel(process.stdin.close):  # the launcher then kills everything
+                ended, pieces = _collect(process, report.fileno(), limits, start, too_much, listener)
         finally:
             shared.forget(process)
     *_, last = b"".join(pieces["report"]).splitlines() or [b"{}"]

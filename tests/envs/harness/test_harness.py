@@ -8,8 +8,10 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config, EnvironmentConfig
-from skyrl_mega.envs import AgentEnv, BaseTextEnvStepOutput, InfrastructureFault, registry
+from skyrl_mega.envs import AgentEnv, BaseTextEnvStepOutput, registry
 from skyrl_mega.envs.harness.env import HarnessEnv, ProgramFailed, visible_columns
 from skyrl_mega.envs.harness.judge import AnswerJudge
 from skyrl_mega.envs.harness.program import readable, words_of
 from skyrl_mega.envs.sandbox import CONFINEMENTS, confinements
+from skyrl_mega.rollout.agent.env_pool import Call
 from tests.envs.harness.policy import KEY, Policy, answering
 from tests.envs.sandbox.test_sandbox import running
 
@@ -46,6 +49,7 @@ EXTRAS = {
     "data_source": "sums",
     "reward_spec": {"method": "rule", "ground_truth": "4"},
     "extra_info": {"answer": "4", "level": 1},
+    "solution": "4",
     "max_turns": 3,
 }
 Make = Callable[..., HarnessEnv]
@@ -116,7 +120,12 @@ def test_what_a_program_sees(make: Make, policy: Policy, confined: bool, monkeyp
     files, task, environment = json.loads(play(env, policy)["metadata"]["answer"])
     assert files == ["task.json"]
     assert task == {"prompt": PROMPT, "data_source": "sums", "extra_info": {"level": 1}, "max_turns": 3}
-    assert {"TOOL_KEY": "given", "MODE": "fast", "MODEL_NAME": "policy"}.items() <= environment.items()
+    assert {
+        "TOOL_KEY": "given",
+        "MODE": "fast",
+        "MODEL_NAME": "policy",
+        "NO_PROXY": "127.0.0.1,localhost",
+    }.items() <= environment.items()
     assert "WANDB_API_KEY" not in environment and "secret" not in environment.values()
     assert environment["ANTHROPIC_BASE_URL"] + "/v1" == environment["OPENAI_BASE_URL"]
     assert (environment["OPENAI_BASE_URL"] == "http://127.0.0.1:8000/v1") == confined
@@ -134,14 +143,14 @@ def test_a_program_in_the_sandbox_reaches_the_endpoint_alone(make: Make, policy:
             "    except OSError as error:\n        return error.strerror\n"
             f"print([tried(2, 1, ('127.0.0.1', {other.getsockname()[1]})), tried(2, 1, ('192.0.2.1', 80)), "
             "tried(16, 3, (0, 0)), tried(40, 1, (2, 80)), tried(38, 5, ('hash', 'sha1')), tried(17, 3, ('lo', 0)), "
-            "ask('')])"
+            "ask(''), socket.gethostbyname('localhost')])"
         )
         output = play(make(code), policy)
         other.settimeout(0.1)
         with pytest.raises(TimeoutError):
             other.accept()
     no_family = "Address family not supported by protocol"
-    refused = ["Connection refused", "Network is unreachable", *[no_family] * 4, "4"]
+    refused = ["Connection refused", "Network is unreachable", *[no_family] * 4, "4", "127.0.0.1"]
     assert output["metadata"]["program"]["stdout"] == f"{refused}\n"
 
 
@@ -153,6 +162,10 @@ def test_an_answer_in_a_file_counts_before_the_output(make: Make, policy: Policy
     assert output["reward"] == 0.0 and output["metadata"]["length"] == 0
     piped = make("import os\nprint(4)\nos.mkfifo('answer.txt')", confined=confined)
     assert play(piped, policy)["metadata"]["length"] == 0
+    folder = make("import os\nprint(4)\nos.mkdir('answer.txt')", confined=confined)
+    assert play(folder, policy)["metadata"]["length"] == 0
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in opened if "answer.txt" in path]
 
 
 def test_a_program_that_fails(make: Make, policy: Policy, confined: bool) -> None:
@@ -160,8 +173,10 @@ def test_a_program_that_fails(make: Make, policy: Policy, confined: bool) -> Non
         play(make("1 / 0", confined=confined), policy)
     judged = play(make("print(4, flush=True)\n1 / 0", confined=confined, failed_exit="judge"), policy)
     assert judged["reward"] == 1.0 and judged["metadata"]["how"]["exit"] == 1
-    with pytest.raises(InfrastructureFault, match="SIGKILL"):
-        play(make("import os\nos.kill(os.getpid(), 9)", confined=confined), policy)
+    suicide = "import os\nprint(5, flush=True)\nos.kill(os.getpid(), 9)"
+    with pytest.raises(ProgramFailed, match="by signal 9"):
+        play(make(suicide, confined=confined), policy)
+    assert play(make(suicide, confined=confined, failed_exit="judge"), policy)["reward"] == 0.0
 
 
 def test_a_program_out_of_time_is_judged_by_its_work_so_far(make: Make, policy: Policy, confined: bool) -> None:
@@ -175,6 +190,27 @@ def test_a_program_out_of_time_is_judged_by_its_work_so_far(make: Make, policy: 
     assert output["reward"] == 1.0 and output["metadata"]["program"]["status"] == "timeout"
     assert output["metadata"]["metrics"]["program_cut"] == 1.0
     assert not running(mark)
+
+
+def test_the_trajectorys_time_limit_ends_a_program(make: Make, policy: Policy, confined: bool) -> None:
+    env = make("import time\nprint(4, flush=True)\ntime.sleep(600)", confined=confined)
+    output = env.run(replace(policy.endpoint, seconds=4.0), PROMPT)
+    assert output["metadata"]["program"]["status"] == "timeout"
+
+
+def test_a_program_that_nobody_waits_for_any_more_is_ended(make: Make, policy: Policy, confined: bool) -> None:
+    mark = f"agent_{os.getpid()}_{time.monotonic_ns()}"
+    env = make("import time\ntime.sleep(600)", confined=confined, command=f"python -S agent.py {mark}")
+    call = Call(env.run, policy.endpoint, PROMPT)
+    thread = threading.Thread(target=call.run)
+    thread.start()
+    deadline = time.monotonic() + 120
+    while not running(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert call.give_up()
+    thread.join(60)
+    assert not thread.is_alive() and not running(mark)
 
 
 def test_a_killed_run_leaves_no_program(make: Make, tmp_path: Path) -> None:
