@@ -32,8 +32,8 @@ FOLLOWED = frozenset(
 )
 """Parameters with their usual effect, or without any effect at all."""
 BILLING = "x-anthropic-billing-header"
-"""Beginning of a block of Claude Code's system prompt. The block changes with every request; with the block, every
-request would begin a new conversation. The block is left out."""
+"""Beginning of a line of Claude Code's system prompt. The line changes with every request; with the line, every request
+would begin a new conversation. The line is left out."""
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -57,7 +57,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     tools, unknown = _tools(body.get("tools"))
     followed = FOLLOWED | ({"tool_choice"} if body.get("tool_choice") == {"type": "auto"} else set())
     return ChatRequest(
-        messages,
+        fields.in_order_of_calls(messages),
         tools,
         fields.number(body.get("max_tokens"), "max_tokens"),
         fields.stops(body.get("stop_sequences"), "stop_sequences"),
@@ -68,7 +68,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
 def _system(content: Any, place: str) -> list[Message]:
     blocks = [{"text": content}] if isinstance(content, str) else fields.items(content, place)
     texts = [fields.string(block.get("text"), f"{place}[{index}].text") for index, block in enumerate(blocks)]
-    text = "".join(text for text in texts if not text.startswith(BILLING))
+    text = "".join(text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts)
     return [{"role": "system", "content": text}] if text else []
 
 

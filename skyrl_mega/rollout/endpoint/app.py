@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -12,6 +13,7 @@ from typing import Any
 from skyrl_mega.common.safe_read import Malformed, parse_json
 from skyrl_mega.rollout.endpoint.anthropic_messages import MESSAGES
 from skyrl_mega.rollout.endpoint.dialect import (
+    HEAD_FIELDS,
     RETRIED,
     BodyTooLarge,
     Dialect,
@@ -26,7 +28,7 @@ from skyrl_mega.rollout.endpoint.dialect import (
 from skyrl_mega.rollout.endpoint.door import AgentDoor, replies_of
 from skyrl_mega.rollout.endpoint.openai_chat import CHAT
 from skyrl_mega.rollout.endpoint.openai_responses import RESPONSES
-from skyrl_mega.rollout.endpoint.requests import BadRequest, PolicyReply, RequestError
+from skyrl_mega.rollout.endpoint.requests import BadRequest, ChatRequest, PolicyReply, RequestError
 from skyrl_mega.rollout.endpoint.token_route import TOKENS
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -42,8 +44,14 @@ MODEL = "policy"
 KEEP_ALIVE_S = 5.0
 """Seconds until a stream begins without the reply, and between its signs of life. An earlier error gets an HTTP status;
 a later error is an event of the stream."""
-BODY_BYTES = 16 * 2**20
+BODY_BYTES = 4 * 2**20
 """Maximum size of a request's body."""
+LARGE_BYTES = 256 * 1024
+"""Size of a body above which a thread reads the JSON: other requests go on meanwhile."""
+MOST_VALUES = 2**19
+"""Maximum number of values in a large body."""
+STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Strings of a JSON text. The end is optional, and nothing is tried twice: the time is linear for any bytes."""
 SKIPPED_BYTES = 256 * 2**20
 """Maximum number of bytes read of a refused body. Clients send the whole body before reading the refusal."""
 JSON = (b"content-type", b"application/json")
@@ -53,6 +61,31 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 log = logging.getLogger(__name__)
+
+
+def parse_body(data: bytes) -> Mapping[str, Any]:
+    """Returns the JSON object of a body.
+
+    Raises:
+        BadRequest: The body is no JSON object, or a large body has too many values.
+    """
+    if len(data) > LARGE_BYTES:
+        marks = STRINGS.sub(b"", data)
+        if sum(marks.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
+            raise BadRequest(f"the body has more than {MOST_VALUES} values")
+    try:
+        value = parse_json(data, most=BODY_BYTES)
+    except Malformed as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRequest("the body is not a JSON object")
+    return value
+
+
+def reply_head(body: Mapping[str, Any]) -> ReplyHead:
+    """Returns the head of a request's reply, with the fields that a reply needs."""
+    kept = {name: body[name] for name in HEAD_FIELDS if name in body}
+    return ReplyHead(secrets.token_hex(12), int(time.time()), kept)
 
 
 class ClientGone(Exception):
@@ -95,8 +128,8 @@ class EndpointApp:
         if path not in DIALECTS:
             raise UnknownPath(f"{path}: allowed are {', '.join([*DIALECTS, MODELS])}")
         _check_method(method, "POST")
-        with door.enter():
-            await exchange.answer(door, await exchange.body(headers))
+        with door.enter() as take:
+            await exchange.answer(door, await exchange.body(headers, take))
 
     def _admitted(self, scope: Scope, headers: Mapping[bytes, bytes]) -> AgentDoor:
         """Returns the door of a request's key.
@@ -122,12 +155,17 @@ class _Exchange:
         self._head: ReplyHead | None = None
         """Head of the stream; None before the stream begins."""
 
-    async def body(self, headers: Mapping[bytes, bytes]) -> Mapping[str, Any]:
+    async def body(self, headers: Mapping[bytes, bytes], take: Callable[[int], None]) -> Mapping[str, Any]:
         """Returns the body of the request.
+
+        Args:
+            headers: Headers of the request.
+            take: Called with the size of every part of the body (`AgentDoor.enter`).
 
         Raises:
             BadRequest: The body is no JSON object.
             BodyTooLarge: The body exceeds `BODY_BYTES`.
+            TooManyRequests: As `take`.
         """
         too_large = BodyTooLarge(f"the body is larger than {BODY_BYTES} bytes")
         length = headers.get(b"content-length", b"0")
@@ -135,16 +173,14 @@ class _Exchange:
             raise too_large
         data = bytearray()
         while not self._whole:
-            data += await self._part()
+            part = await self._part()
+            take(len(part))
+            data += part
             if len(data) > BODY_BYTES:
                 raise too_large
-        try:
-            value = parse_json(bytes(data), most=BODY_BYTES)
-        except Malformed as error:
-            raise BadRequest(f"the body is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise BadRequest("the body is not a JSON object")
-        return value
+        if len(data) > LARGE_BYTES:
+            return await asyncio.to_thread(parse_body, bytes(data))
+        return parse_body(bytes(data))
 
     async def _part(self) -> bytes:
         message = await self._receive()
@@ -155,13 +191,15 @@ class _Exchange:
 
     async def answer(self, door: AgentDoor, body: Mapping[str, Any]) -> None:
         """Asks the session and sends its reply. The session's method is cancelled if the client goes first."""
-        if self.dialect is RESPONSES:
-            body = door.history.whole(body)
-        head = ReplyHead(secrets.token_hex(12), int(time.time()), body)
         stream = body.get("stream", False)
         if stream not in (True, False, None):
             raise BadRequest("stream: allowed are true and false")
-        answer = asyncio.wrap_future(door.submit(self.dialect.read(body)))
+        request = self.dialect.read(body)
+        if self.dialect is RESPONSES and isinstance(request, ChatRequest):
+            request = door.history.whole(body, request)
+        head = reply_head(body)
+        del body  # the wait for the policy may be long
+        answer = asyncio.wrap_future(door.submit(request))
         gone = asyncio.ensure_future(self._gone())
         try:
             if stream:
@@ -170,8 +208,8 @@ class _Exchange:
             else:
                 await _first(answer, gone, None)
             replies = replies_of(answer)
-            if self.dialect is RESPONSES:
-                door.history.keep(head, replies)
+            if self.dialect is RESPONSES and isinstance(request, ChatRequest):
+                door.history.keep(head, request, replies[0])
             await (
                 self._send_stream(head, replies) if stream else self.send_json(200, self.dialect.write(head, replies))
             )

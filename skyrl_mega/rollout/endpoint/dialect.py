@@ -60,6 +60,30 @@ RETRIED = (TooManyRequests,)
 """Temporary errors: the same request may succeed later."""
 
 
+HEAD_FIELDS = frozenset(
+    [
+        "model",
+        "stream_options",
+        "logprobs",
+        "top_logprobs",
+        "return_token_ids",
+        "thinking",
+        "include",
+        "instructions",
+        "max_output_tokens",
+        "metadata",
+        "previous_response_id",
+        "store",
+        "tools",
+        "request_id",
+        "output_mode",
+        "sampling_params",
+        "token_ids",
+    ]
+)
+"""Fields of a request that its reply depends on; all others are dropped before the wait for the policy."""
+
+
 @dataclass(frozen=True)
 class ReplyHead:
     """The parts of an HTTP reply known before the policy's reply."""
@@ -69,7 +93,7 @@ class ReplyHead:
     created: int
     """Time of the request, in seconds since 1970."""
     body: Mapping[str, Any]
-    """The request."""
+    """The fields `HEAD_FIELDS` of the request."""
 
     @property
     def model(self) -> str:

@@ -19,7 +19,9 @@ from skyrl_mega.rollout.endpoint.requests import (
 )
 
 AT_ONCE = 64
-"""Most requests of a trajectory under way at once. Bounds the memory of an agent's bodies."""
+"""Most requests of a trajectory under way at once."""
+BYTES_AT_ONCE = 32 * 2**20
+"""Most bytes of the bodies of these requests."""
 ENDED = "the trajectory has ended; its key is no longer valid"
 
 
@@ -37,22 +39,33 @@ class AgentDoor:
         self._under_way: set[Future[list[PolicyReply]]] = set()
         self._at_close: list[Callable[[], object]] = []
         self.history = ResponseHistory()
-        self._entered = 0
+        self._entered, self._bytes = 0, 0
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Counts a request while the `with` block runs.
+    def enter(self) -> Iterator[Callable[[int], None]]:
+        """Counts a request while the `with` block runs. Yields a function for the number of bytes of every part of its
+        body; the function raises as `enter` does.
 
         Raises:
-            TooManyRequests: `AT_ONCE` requests are under way.
+            TooManyRequests: `AT_ONCE` requests, or requests of `BYTES_AT_ONCE` bytes, are under way.
         """
         if self._entered >= AT_ONCE:
             raise TooManyRequests(f"{AT_ONCE} requests of this trajectory are under way; send fewer at once")
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self._bytes + size > BYTES_AT_ONCE:
+                raise TooManyRequests(f"requests of {BYTES_AT_ONCE} bytes are under way; send fewer at once")
+            taken += size
+            self._bytes += size
+
         self._entered += 1
         try:
-            yield
+            yield take
         finally:
             self._entered -= 1
+            self._bytes -= taken
 
     def submit(self, request: ChatRequest | TokenRequest) -> Future[list[PolicyReply]]:
         """Starts a request in the loop of the rollouts and returns the future of its replies. Cancelling the future

@@ -96,6 +96,23 @@ def assistant(content: str, calls: list[dict[str, Any]], reasoning: str = "") ->
     return message
 
 
+def in_order_of_calls(messages: list[Message]) -> list[Message]:
+    """Returns the messages with the results of parallel calls in the order of the calls. Agents send the results in any
+    order, and chat templates show no call's id."""
+    ordered: list[Message] = []
+    places: dict[Any, int] = {}
+    results: list[Message] = []
+    for message in [*messages, {"role": "end"}]:
+        if message["role"] == "tool":
+            results.append(message)
+            continue
+        ordered += sorted(results, key=lambda result: places.get(result.get("tool_call_id"), len(places)))
+        results = []
+        places = {call.get("id"): place for place, call in enumerate(message.get("tool_calls") or ())}
+        ordered.append(message)
+    return ordered[:-1]
+
+
 def call(id: Any, name: Any, arguments: Any, place: str) -> dict[str, Any]:
     """Returns a tool call in the form of chat templates, from the arguments as mapping or JSON text."""
     return tool_calls([{"id": id, "function": {"name": name, "arguments": arguments}}], place)[0]

@@ -75,7 +75,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     limits = [fields.number(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
     without_effect = {name for name, values in WITHOUT_EFFECT.items() if body.get(name) in values}
     return ChatRequest(
-        messages,
+        fields.in_order_of_calls(messages),
         tools,
         min((limit for limit in limits if limit is not None), default=None),
         fields.stops(body.get("stop")),

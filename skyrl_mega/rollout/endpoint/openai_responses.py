@@ -6,6 +6,7 @@ An assistant message of a chat template is a sequence of items here: thoughts, t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from skyrl_mega.common.values import shown
@@ -55,26 +56,40 @@ class ResponseHistory:
     """The earlier responses of a trajectory, continued by `previous_response_id`."""
 
     def __init__(self) -> None:
-        self._items: dict[str, list[Any]] = {}
-        """Response id → all items of the conversation, with the response's own. Lists share their items."""
+        self._messages: dict[str, list[Message]] = {}
+        """Response id → all messages of the conversation without instructions, up to the response. Lists share their
+        messages."""
 
-    def whole(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a request with the items of the previous responses in front of its own.
+    def whole(self, body: Mapping[str, Any], request: ChatRequest) -> ChatRequest:
+        """Returns a request with the messages of the previous responses between instructions and its own messages.
 
         Raises:
             BadRequest: `previous_response_id` is no response of this trajectory.
         """
         previous = body.get("previous_response_id")
         if previous is None:
-            return body
-        if not isinstance(previous, str) or previous not in self._items:
+            return request
+        if not isinstance(previous, str) or previous not in self._messages:
             raise BadRequest(f"previous_response_id: no response {shown(previous)} in this trajectory")
-        return {**body, "input": self._items[previous] + _items(body.get("input"))}
+        first = _instructions(body)
+        messages = [*request.messages[:first], *self._messages[previous], *request.messages[first:]]
+        return replace(request, messages=fields.in_order_of_calls(messages))
 
-    def keep(self, head: ReplyHead, replies: list[PolicyReply]) -> None:
+    def keep(self, head: ReplyHead, request: ChatRequest, reply: PolicyReply) -> None:
         """Stores a conversation with its response; `store: false` stores nothing."""
-        if head.body.get("store") is not False:
-            self._items[_id(head)] = _items(head.body.get("input")) + [item for item, _ in _output(head, replies[0])]
+        if head.body.get("store") is False:
+            return
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in reply.visible_calls
+        ]
+        spoken = fields.assistant(reply.visible_text, calls, reply.reasoning)
+        self._messages[_id(head)] = [*request.messages[_instructions(head.body) :], spoken]
+
+
+def _instructions(body: Mapping[str, Any]) -> int:
+    """Returns the number of messages made from `instructions`."""
+    return 1 if body.get("instructions") else 0
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
@@ -92,7 +107,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     tools, unknown = _tools(body.get("tools"))
     without_effect = {name for name, values in WITHOUT_EFFECT.items() if body.get(name) in values}
     return ChatRequest(
-        messages,
+        fields.in_order_of_calls(messages),
         tools,
         fields.number(body.get("max_output_tokens"), "max_output_tokens"),
         ignored=fields.ignored(body, FOLLOWED | without_effect, unknown),

@@ -155,6 +155,31 @@ def test_responses_are_read() -> None:
     assert RESPONSES.read({"input": "hi"}).messages == [USER]
 
 
+def test_results_of_parallel_calls_have_the_order_of_the_calls() -> None:
+    calls = [CALL | {"id": id} for id in ("a", "b", "c")]
+    results = [{"role": "tool", "content": id.upper(), "tool_call_id": id} for id in "abc"]
+    spoken = {"role": "assistant", "content": "", "tool_calls": calls}
+    expected = [USER, spoken, *results, USER, spoken, *results]
+    mixed = [results[1], {"role": "tool", "content": "?", "tool_call_id": "x"}, results[2], results[0]]
+    given = [USER, spoken, results[2], results[0], results[1], USER, spoken, *mixed]
+    assert CHAT.read({"messages": given}).messages == [*expected, mixed[1]]
+    blocks = [{"type": "tool_use", "id": call["id"], "name": "look", "input": {"at": "x"}} for call in calls]
+    answers = [{"type": "tool_result", "tool_use_id": id, "content": id.upper()} for id in "bca"]
+    entries = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": answers}]
+    assert MESSAGES.read({"messages": entries}).messages == expected[:5]
+    items = [{"type": "function_call", "call_id": id, "name": "look", "arguments": '{"at": "x"}'} for id in "abc"]
+    outputs = [{"type": "function_call_output", "call_id": id, "output": id.upper()} for id in "cab"]
+    assert RESPONSES.read({"input": [USER, *items, *outputs]}).messages == expected[:5]
+
+
+def test_only_the_billing_line_is_left_out_of_a_system_prompt() -> None:
+    for system in (
+        "x-anthropic-billing-header: 1\nbe brief",
+        [{"text": "x-anthropic-billing-header: 2"}, {"text": "be brief"}],
+    ):
+        assert MESSAGES.read({"system": system, "messages": [USER]}).messages[0]["content"] == "be brief"
+
+
 def test_instructions_of_a_developer_are_the_systems() -> None:
     told = {"role": "developer", "content": "be brief"}
     expected = [{"role": "system", "content": "be brief"}, USER]

@@ -190,6 +190,30 @@ def test_too_many_requests_at_once(opened: Opened, rollouts: Any, monkeypatch: p
     assert post(endpoint).status_code == 200
 
 
+def test_the_bodies_under_way_are_bounded(opened: Opened, rollouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "BYTES_AT_ONCE", len(json.dumps(BODY)) * 3 // 2)
+    session = ScriptedSession(held=True)
+    endpoint = opened(session)
+    with raw(endpoint, http()) as held:
+        assert session.started.acquire(timeout=60)
+        assert post(endpoint).status_code == 429
+        session.release(rollouts)
+        assert held.recv(20).startswith(b"HTTP/1.1 200")
+    assert post(endpoint).status_code == 200
+
+
+def test_a_large_body_is_read_and_its_values_are_bounded(opened: Opened) -> None:
+    session = ScriptedSession()
+    endpoint = opened(session)
+    text = 'a, "b" [c] {d} \\' * 60_000
+    assert post(endpoint, {"messages": [{"role": "user", "content": text}]}).status_code == 200
+    assert session.requests[0].messages == [{"role": "user", "content": text}]  # type: ignore[union-attr]
+    many = b'{"messages": [' + b"[]," * (app.MOST_VALUES // 2 + 1) + b"[]]}"
+    answer = post(endpoint, many)
+    assert answer.status_code == 400 and "values" in answer.json()["error"]["message"]
+    assert len(session.requests) == 1
+
+
 def test_half_requests_leave_the_server_open(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "RECEIVE_S", 1.0)
     session = ScriptedSession()
