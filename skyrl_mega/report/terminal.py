@@ -97,13 +97,16 @@ class View:
 
     def _speeches(self, record: Record) -> Iterator[tuple[str, str, str, str, str]]:
         """Yields speaker, text, style, bar and note of each message, and of the facts around the conversation."""
-        turn = 0
+        turn = conversation = 0
         if record.error:
             yield "error", record.error, FAILED, "!", ""
         if record.tools:
             yield "tools", "\n".join(map(tool_text, record.tools)), JUDGED, "·", ""
         for part in record.parts:
             turn += part.by_policy
+            conversation += part.kind == "prompt"
+            if part.kind == "prompt" and conversation > 1:
+                yield "", f"conversation {conversation}: the policy sees nothing of the above", JUDGED, "·", ""
             for message in part.messages:
                 if part.by_policy:
                     yield f"policy {turn}", message["content"], POLICY, "┃", _note(part)

@@ -68,6 +68,15 @@ def test_what_is_known_of_a_turn_stands_under_it(tmp_path: Path) -> None:
     assert lines[lines.index("policy 2  ┃ second") + 1].strip().startswith("3 tokens · ended by length · reward 0.25")
 
 
+def test_a_new_conversation_is_marked(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", {1: [double()]})
+    steps = steps_of_double()
+    steps[2]["kind"] = "prompt"
+    with_steps(run / "trajectories" / "step_000001.parquet", [steps])
+    lines = [line for line in shown(records.load(records.files_of([run]), Query())) if "conversation" in line]
+    assert [line.strip() for line in lines] == ["· conversation 2: the policy sees nothing of the above"]
+
+
 def test_error_tools_and_ground_truth_stand_beside_the_conversation(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"query": {"type": "string"}, "top": {}}}
     tools = [{"type": "function", "function": {"name": "search", "description": "Finds\npages.", "parameters": schema}}]

@@ -100,9 +100,9 @@ function conversation(view, shaded) {
   const last = text.parts.findLastIndex((part) => part.kind === "response");
   const policy = stretches(tokens).filter((stretch) => stretch.policy);
   const fits = policy.length === text.parts.filter((part) => part.kind === "response").length;
-  let turn = 0;
+  let turn = 0, conversations = 0;
   return text.parts.flatMap((part, i) => {
-    if (part.kind === "prompt") return promptSpeeches(part);
+    if (part.kind === "prompt") return [...newConversation(++conversations), ...promptSpeeches(part)];
     if (part.kind !== "response") return part.messages.map((message) => otherSpeech(part, message, last >= 0 && i > last));
     const stretch = fits ? policy[turn] : null;
     turn++;
@@ -114,6 +114,11 @@ function conversation(view, shaded) {
       shaded && stretch ? el("pre.said.tokens", null, tokenSpan(view, stretch)) : body(content, false),
       (part.calls || []).map(([name, rest]) => el("div.call.mono", null, el("b", null, visible(name || "tool call")), ` ${visible(rest)}`))));
   });
+}
+
+/** A mark in front of every conversation but the first. */
+function newConversation(number) {
+  return number < 2 ? [] : [el("p.soft", null, `conversation ${number}: the policy sees nothing of the above`)];
 }
 
 /** A prompt's last message; those before it (a system message, worked examples) are folded. */
