@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,19 +25,9 @@ from skyrl_mega.envs import event_loop
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, interpreter, tree, variables
+from skyrl_mega.envs.sandbox.guarantees import CONFINEMENTS, missing_text
 from skyrl_mega.envs.sandbox.listen import SandboxListener
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
-
-CONFINEMENTS = {
-    "files": "reads and writes its own folder, reads the system's programs (mount namespace, or Landlock; with seccomp "
-    "where it has no user of its own)",
-    "network": "opens no socket (network namespace or seccomp); with an endpoint, reaches nothing else (network "
-    "namespace)",
-    "processes": "neither sees, signals nor slows other processes (PID namespace, a user of its own, or Landlock 6 "
-    "with seccomp)",
-    "limits": "CPU, memory, processes, file size, open files (setrlimit)",
-}
-"""Confinement → guarantee and possible mechanisms. Untrusted code needs all that no setting waives."""
 
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
@@ -49,15 +39,6 @@ GRACE_S = 10.0
 
 MECHANISMS = ("namespaces", "landlock", "seccomp")
 """Values of `Sandbox.disabled`."""
-
-NEEDS = {
-    "files": "Linux 5.13 with Landlock, or user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container "
-    "with --cap-add SYS_ADMIN)",
-    "network": "user namespaces, or a kernel with seccomp on x86-64 or arm64",
-    "processes": "user namespaces, or run as root, or Linux 6.12 with Landlock and seccomp",
-    "limits": "Linux",
-}
-"""Confinement → requirements of the machine."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +141,7 @@ class Sandbox:
             name for name in CONFINEMENTS if name not in confinements(self.disabled) and name not in self.without
         ]
         if missing:
-            raise UserError(_missing_text(missing, key))
+            raise UserError(missing_text(missing, key))
         try:
             outcome = self.run(python("-c", "pass"))
         except RuntimeError as error:
@@ -435,7 +416,7 @@ def _outcome(
     seconds: float,
 ) -> SandboxResult:
     if "missing" in report:
-        raise UserError(_missing_text(report["missing"], "sandbox"))
+        raise UserError(missing_text(report["missing"], "sandbox"))
     if "broken" in report:
         raise InfrastructureFault(f"the sandbox cannot start {request['argv'][:1]}: {report['broken']}")
     code = report.get("exit")
@@ -449,12 +430,3 @@ def _outcome(
     stdout, stderr = (b"".join(pieces[name]).decode(errors="replace") for name in ("stdout", "stderr"))
     status = ended or ("ok" if code == 0 else "failed")  # code is None if the command killed its own init
     return SandboxResult(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
-
-
-def _missing_text(missing: Iterable[str], key: str) -> str:
-    names = list(missing)
-    needs = "; or ".join(dict.fromkeys(NEEDS[name] for name in names))
-    return (
-        f"{key}: this machine cannot confine untrusted code in {', '.join(names)}; needed: {needs}; "
-        f"to run without: {key}.without={json.dumps(names)}"
-    )
