@@ -114,14 +114,15 @@ def _grade(
 
 
 def metrics(session: AgentSession) -> dict[str, float]:
-    """Returns the figures of a session by name: requests, conversations, tokens dropped in all and by reason, and
-    parameters not followed by the run."""
+    """Returns the figures of a session by name: requests, conversations, tokens dropped in all and by reason,
+    parameters not followed by the run, and assistant messages rendered as text."""
     return {
         "agent_requests": session.requests,
         "agent_branches": len(session.tree.conversations()),
         "agent_dropped_tokens": session.dropped.total(),
         **{f"agent_dropped_{reason}": session.dropped[reason] for reason in DROPPED},
         "agent_ignored_parameters": session.ignored,
+        "agent_retokenised_messages": session.retokenised,
     }
 
 

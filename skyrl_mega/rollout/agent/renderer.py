@@ -148,16 +148,22 @@ class Renderer:
         """
         if self.one_message:
             raise UserError(one_message_refused(environment))
-        shown = PROBE in self.template.render([{"role": "user", "content": "."}], [_probe()])
-        if not shown or self.form is None:
-            what = "writes calls in a form that is not known" if shown else "shows no tools"
+        if self.tools_refused:
             raise UserError(
-                f"environment {environment} has tools, and the chat template {what}; allowed is a "
+                f"environment {environment} has tools, and the chat template {self.tools_refused}; allowed is a "
                 "template that takes `tools` and has them called in one of the forms "
                 f"{', '.join(PARSERS)}",
                 key="model.path",
                 value=self.path,
             )
+
+    @cached_property
+    def tools_refused(self) -> str | None:
+        """The reason for which the chat template cannot offer tools, after the words "the chat template"; None if it
+        can. Raises TemplateError if the template rejects a tool."""
+        if PROBE not in self.template.render([{"role": "user", "content": "."}], [_probe()]):
+            return "shows no tools"
+        return None if self.form else "writes calls in a form that is not known"
 
     def parse(self, answer: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
         """Returns the policy's answer with the tool calls parsed in the template's format, or without calls if the

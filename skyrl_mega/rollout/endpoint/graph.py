@@ -1,8 +1,8 @@
 """The tree of a session's exchanges. A request continues the exchange with the longest conversation repeated by the
 request. So an agent opens a branch by rewriting, compacting or forking the history.
 
-Conversations are compared by content: roles, texts and tool calls. Identifiers of calls, thoughts sent back, and spaces
-around the policy's text do not matter.
+Conversations are compared by content: roles, texts and tool calls. Identifiers of calls, the spelling of numbers, and
+spaces around the policy's text do not matter. Thoughts sent back only choose among conversations of the same content.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from skyrl_mega.envs.tool_calls import calls_of
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+SIZE = 16
+"""Bytes of a digest."""
 
 
 @dataclass(eq=False)
@@ -93,7 +97,7 @@ class Continuation(NamedTuple):
     repeated: int
     """Number of the request's messages in the exchange's conversation."""
     digest: bytes
-    """Digest of all messages and tools of the request, for `RequestTree.add`."""
+    """Digests of all messages and tools of the request, without and with thoughts, for `RequestTree.add`."""
 
 
 class RequestTree:
@@ -103,19 +107,22 @@ class RequestTree:
         self.exchanges: list[AgentExchange] = []
         """All exchanges, in the order of the replies."""
         self._by_conversation: dict[bytes, AgentExchange] = {}
-        """Digest of tools, messages and reply → the latest exchange with this conversation."""
+        """Digest of tools, messages and reply, without or with thoughts → the latest exchange with this conversation."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
         """Returns the place of a request: after the exchange with the same tools and the longest conversation among
-        the proper prefixes of the request's messages, the latest of several.
+        the proper prefixes of the request's messages. Of several it is the latest with the request's thoughts, or
+        else the latest.
 
         Raises:
             Malformed: The `tool_calls` of an assistant message are no list of calls.
         """
-        digest, latest, repeated = _digest(b"", _json(list(tools))), None, 0
+        latest, repeated = None, 0
+        digest = b"".join(_digest(kind, _json(list(tools))) for kind in (b"content", b"thoughts"))
         for number, message in enumerate(messages, 1):
-            digest = _digest(digest, _content(message))
-            exchange = self._by_conversation.get(digest)
+            digest = _extend(digest, message)
+            content, thoughts = digest[:SIZE], digest[SIZE:]
+            exchange = self._by_conversation.get(thoughts) or self._by_conversation.get(content)
             if exchange is not None and number < len(messages):
                 latest, repeated = exchange, number
         return Continuation(latest, repeated, digest)
@@ -140,7 +147,8 @@ class RequestTree:
         """
         self.exchanges.append(exchange)
         if request is not None:
-            self._by_conversation[_digest(request, _content(shown))] = exchange
+            digest = _extend(request, shown)
+            self._by_conversation[digest[:SIZE]] = self._by_conversation[digest[SIZE:]] = exchange
 
     def conversations(self) -> list[AgentExchange]:
         """Returns the last exchange of each conversation, in the order of the replies."""
@@ -153,12 +161,32 @@ def _content(message: Message) -> str:
     if message["role"] != "assistant":
         return _json([message["role"], text])
     functions = [call["function"] for call in calls_of(message)]
-    return _json(["assistant", text.strip(), [[call["name"], call["arguments"]] for call in functions]])
+    calls = [[call["name"], _plain_numbers(call["arguments"])] for call in functions]
+    return _json(["assistant", text.strip(), calls])
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Returns a JSON value with every number as a float: JavaScript writes 1.0 as 1, and rounds whole numbers above
+    2^53."""
+    if isinstance(value, Mapping):
+        return {name: _plain_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_numbers(inner) for inner in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) + 0.0  # -0.0 becomes 0.0
+    return value
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+def _extend(digest: bytes, message: Message) -> bytes:
+    """Returns `Continuation.digest` after a further message."""
+    content = _content(message)
+    thoughts = (message.get("reasoning_content") or "").strip()
+    return _digest(digest[:SIZE], content) + _digest(digest[SIZE:], _json([content, thoughts]))
+
+
 def _digest(before: bytes, text: str) -> bytes:
-    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(before + text.encode(), digest_size=SIZE).digest()

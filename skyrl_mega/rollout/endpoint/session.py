@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from skyrl_mega.common.safe_read import Malformed
 from skyrl_mega.engines.base import Completion, Request
-from skyrl_mega.envs.base import ROLES, Message
-from skyrl_mega.models.routes import WrongRoutes
+from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
-from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.agent.seeds import stream_seed
+from skyrl_mega.rollout.endpoint import contexts
+from skyrl_mega.rollout.endpoint.contexts import Context
 from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
 from skyrl_mega.rollout.endpoint.replies import cut_at_stop, parse_reply, thoughts_are_open
 from skyrl_mega.rollout.endpoint.requests import (
@@ -40,7 +38,8 @@ from skyrl_mega.trajectories.trajectory import Status
 
 MOST_REPLIES = 16
 """Most replies to a request."""
-PREFILL = "the last message is the assistant's: the policy does not continue a reply that the agent began"
+MOST_REFUSALS = 100
+"""Most refused requests of a session: an agent that goes on is not listening, and each refusal costs time."""
 
 
 class OutOfTime(SessionEnded):
@@ -56,25 +55,6 @@ LIMITS: dict[type[RequestError], Status] = {
     OutOfTime: Status.TRUNCATED_TIME,
 }
 """Refusal → status of a trajectory ending with this refusal."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """The tokens read by the policy before a reply."""
-
-    parent: AgentExchange | None
-    """The exchange continued by the request; None at the beginning of a conversation."""
-    messages: list[Message]
-    """The request's new messages."""
-    tools: list[dict[str, Any]]
-    between: array[int]
-    """Tokens after the parent's reply; all tokens without a parent."""
-    request: bytes | None
-    """`graph.Continuation.digest` of the request; None for a request of tokens."""
-
-    def tokens(self) -> array[int]:
-        """Returns all tokens, int32."""
-        return self.between if self.parent is None else self.parent.sequence() + self.between
 
 
 @dataclass(frozen=True)
@@ -140,6 +120,11 @@ class AgentSession:
         """True if the limit refused the latest request, rather than cutting the reply."""
         self.refusal = ""
         """Text of the latest refused request."""
+        self.refused = 0
+        """Number of refused requests."""
+        self.retokenised = 0
+        """Number of assistant messages rendered as text, as no exchange is their reply: few-shot examples, a rewritten
+        history, a reply that came back changed."""
         self.generating_s = 0.0
         """Seconds with at least one request waiting for the policy."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,7 +145,8 @@ class AgentSession:
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
         """Continues tokens. Raises as `chat` does."""
-        (reply,) = await self._answer(lambda: self._of_tokens(request), request, 1)
+        tree, renderer = self.tree, self.renderer
+        (reply,) = await self._answer(lambda: contexts.of_tokens(request, tree, renderer), request, 1)
         return reply
 
     def end(self) -> None:
@@ -189,12 +175,13 @@ class AgentSession:
             task.cancel()
 
     async def _answer(
-        self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int
+        self, read: Callable[[], Awaitable[Context]], request: ChatRequest | TokenRequest, n: int
     ) -> list[PolicyReply]:
         try:
             return await self._replies(read, request, n)
         except RequestError as error:
             self.refusal = str(error)
+            self.refused += 1
             if (limit := LIMITS.get(type(error))) is not None and not self._ended:
                 self.limit, self.refused_by_limit = limit, True
             raise
@@ -203,7 +190,7 @@ class AgentSession:
             raise SessionEnded("the run cannot answer any more") from error
 
     async def _replies(
-        self, read: Callable[[], Context], request: ChatRequest | TokenRequest, n: int
+        self, read: Callable[[], Awaitable[Context]], request: ChatRequest | TokenRequest, n: int
     ) -> list[PolicyReply]:
         self._check_open()
         if not 1 <= n <= MOST_REPLIES:
@@ -211,7 +198,8 @@ class AgentSession:
         if request.max_tokens is not None and request.max_tokens < 1:
             raise BadRequest(f"the most tokens of a reply are {request.max_tokens}; allowed is at least 1")
         self.ignored += len(request.ignored)
-        context = read()
+        context = await read()
+        self._check_open()
         room, tokens = self._room(context), context.tokens()
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         asked = Asked(tokens.tobytes(), most, tuple(request.stop), n)
@@ -230,66 +218,37 @@ class AgentSession:
             raise OutOfTime
         self._tasks.pop(task)
         replies = [self._reply(context, tokens, answer, place, request.stop) for place in range(n)]
-        cut_by_run = most == room and any(completion.finish == "length" for completion in answer.completions)
+        cut_by_run = most == room and any(reply.finish == "length" for reply in replies)
         self.limit, self.refused_by_limit = (Status.TRUNCATED_TOKENS if cut_by_run else None), False
         return replies
 
     def _check_open(self) -> None:
-        """Raises SessionEnded after the end of the session or of the trajectory's time."""
+        """Raises SessionEnded after the end of the session, after too many refusals, or after the trajectory's time."""
         if self._ended:
             raise SessionEnded("the trajectory has ended")
+        if self.refused >= MOST_REFUSALS:
+            raise SessionEnded(f"the trajectory has had {MOST_REFUSALS} requests refused, the last: {self.refusal}")
         if self._seconds_left() == 0:
             raise OutOfTime
 
     def _seconds_left(self) -> float | None:
         return None if self.until is None else max(0.0, self.until - time.perf_counter())
 
-    def _of_messages(self, request: ChatRequest) -> Context:
-        """Returns the context of a chat request.
-
-        Raises:
-            BadRequest: The policy cannot answer the messages.
-            ContextTooLong: The messages surely have more tokens than a sequence may have.
-        """
-        messages, tools = request.messages, request.tools
-        _check_messages(messages, tools)
-        try:
-            parent, repeated, digest = self.tree.find(messages, tools)
-            new = messages[repeated:]
-            if parent is None:
-                # The samples of a prompt often begin with the same messages; later requests hardly repeat.
-                tokens = self.renderer.render(messages, tools, cached=not self.requests)
-            else:
-                tokens = self.renderer.following(parent.tokens[-1], new, tools, cached=False)
-        except (Malformed, TemplateError) as error:
-            raise BadRequest(str(error)) from error
-        except TooLong as error:
-            raise ContextTooLong(error.tokens, self.limits.length) from error
-        return Context(parent, new, tools, array("i", tokens), digest)
-
-    def _of_tokens(self, request: TokenRequest) -> Context:
-        """Returns the context of a request of tokens. Raises BadRequest without tokens, or for a number outside the
-        vocabulary."""
-        vocabulary = self.renderer.vocabulary or len(self.renderer.tokenizer)
-        if not request.tokens or not all(0 <= token < vocabulary for token in request.tokens):
-            raise BadRequest(f"the prompt needs tokens, each at least 0 and below {vocabulary}")
-        tokens = array("i", request.tokens)
-        parent = self.tree.find_tokens(tokens)
-        between = tokens if parent is None else tokens[parent.length :]
-        text = {"role": "user", "content": self.renderer.text(between)}
-        return Context(parent, [text] if between else [], [], between, None)
+    async def _of_messages(self, request: ChatRequest) -> Context:
+        # The samples of a prompt often begin with the same messages; later requests hardly repeat.
+        return await contexts.of_messages(request, self.tree, self.renderer, cached=not self.requests)
 
     def _room(self, context: Context) -> int:
         """Returns the most tokens of a reply under the limits of a turn, of the sequence, and of the conversation's
         tokens after its first context.
 
         Raises:
-            ContextTooLong: The context leaves no room, or exceeds `rollout.max_input_tokens`.
+            ContextTooLong: The context leaves no room, or exceeds `rollout.max_input_tokens` after a first reply.
         """
         parent, limits = context.parent, self.limits
         length = len(context.between) + (parent.length if parent else 0)
         opening = parent.opening if parent else length
-        if limits.input is not None and length > limits.input:
+        if self.tree.exchanges and limits.input is not None and length > limits.input:
             raise ContextTooLong(length, limits.input)
         most = min(limits.length, opening + limits.response)
         if length >= most:
@@ -314,9 +273,9 @@ class AgentSession:
         if self.requests >= self.limits.turns:
             raise TurnLimit(f"the trajectory has used its {self.limits.turns} requests (rollout.max_turns)")
         self.requests += 1
+        self.retokenised += sum(message["role"] == "assistant" for message in context.messages)
         digest = hashlib.blake2b(asked.context, digest_size=8).hexdigest()
-        parent, left, requests = context.parent, self._seconds_left(), []
-        routes_from = 0 if parent is None or parent.routes is None else parent.length - 1
+        left, routes_from, requests = self._seconds_left(), context.routes_from(), []
         for _ in range(asked.n):
             name = f"{self.name}/{digest}-{self._named[digest]}"
             self._named[digest] += 1
@@ -376,7 +335,7 @@ class AgentSession:
             versions=[(version, first) for version, first in completion.versions if first < kept],
             reply={"role": "assistant", "content": text},
             finish=completion.finish if stop_string is None else "stop",
-            routes=_routes(context, len(tokens), completion, kept),
+            routes=context.routes(completion, kept),
             tools=context.tools,
             tool_calls=[{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
             at_s=answer.at_s,
@@ -400,47 +359,8 @@ class AgentSession:
 
 
 def shown(reply: PolicyReply) -> Message:
-    """Returns a reply as an assistant message, as the agent sees and repeats it."""
+    """Returns a reply as an assistant message, as the agent sees and repeats it; `reasoning_content` is the thoughts,
+    which an agent may leave out."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in reply.visible_calls]
-    return {"role": "assistant", "content": reply.visible_text, "tool_calls": calls}
-
-
-def _check_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises BadRequest unless the messages are text and end with a message for the policy."""
-    if not messages:
-        raise BadRequest("there are no messages")
-    for number, message in enumerate(messages):
-        if message.get("role") not in ROLES:
-            raise BadRequest(f"message {number} has role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise BadRequest(f"message {number} has no text")
-    if messages[-1]["role"] == "assistant":
-        raise BadRequest(PREFILL)
-    try:
-        json.dumps([messages, list(tools)], ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(f"a message is no valid Unicode: {error.reason}") from error
-
-
-def _routes(context: Context, given: int, completion: Completion, kept: int) -> Any:
-    """Returns the expert routes of an exchange (`AgentExchange.routes`).
-
-    Args:
-        context: The context of the request.
-        given: Number of tokens of the context.
-        completion: The engine's answer.
-        kept: Number of tokens kept of the answer.
-
-    Raises:
-        WrongRoutes: The number of routes does not match the number of tokens.
-    """
-    if completion.routes is None:
-        return None
-    parent = context.parent
-    first = 0 if parent is None or parent.routes is None else parent.length - 1
-    if len(completion.routes) != given + len(completion.tokens) - 1 - first:
-        raise WrongRoutes(
-            f"request {completion.id}: the engine returned routes of {len(completion.routes)} tokens instead of "
-            f"{given + len(completion.tokens) - 1 - first}"
-        )
-    return completion.routes[: given + kept - 1 - first]
+    thoughts = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+    return {"role": "assistant", "content": reply.visible_text, "tool_calls": calls, **thoughts}

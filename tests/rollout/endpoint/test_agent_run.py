@@ -67,7 +67,7 @@ def test_an_agent_is_graded_and_its_key_dies(chat: Renderer) -> None:
     assert t.metrics == {
         "agent_requests": 2, "agent_branches": 1, "agent_dropped_tokens": 0, "agent_dropped_after_stop": 0,
         "agent_dropped_client_gone": 0, "agent_dropped_after_end": 0, "agent_dropped_out_of_time": 0,
-        "agent_ignored_parameters": 1, "steps": 2,
+        "agent_ignored_parameters": 1, "agent_retokenised_messages": 0, "steps": 2,
     }  # fmt: skip
     assert t.prompt_length == len(chat.render([{"role": "user", "content": "hello"}]))
     assert t.seconds["generate"] > 0 and t.seconds["env"] > 0
