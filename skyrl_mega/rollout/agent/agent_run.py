@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from skyrl_mega.envs import validate
+from skyrl_mega.envs.agent import AgentStopped
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.agent.environment import EnvironmentFault
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
@@ -62,7 +64,7 @@ async def _run(
     """Opens an endpoint, runs the agent, and closes the endpoint."""
     from skyrl_mega.rollout.endpoint.server import server  # an HTTP server, which other environments do without
 
-    endpoint = server().open(session, asyncio.get_running_loop())
+    endpoint = replace(server().open(session, asyncio.get_running_loop()), seconds=limits.trajectory_timeout_s)
     prompt = list(opened.trajectory.messages)
     try:
         return await opened.env.run(endpoint, prompt, reward_weights, limits.trajectory_timeout_s)
@@ -97,7 +99,8 @@ def _grade(
 ) -> None:
     """Sets the trajectory's reward, metadata and status.
 
-    An exception after a refusal by a limit of the run is no fault: a program without its policy can hardly go on.
+    An agent that stopped after a refusal by a limit of the run has no fault: it can hardly go on without its policy.
+    Other exceptions may be the judge's, and are faults.
     """
     t = opened.trajectory
     if fault is None and not session.tree.exchanges and session.limit is not Status.TRUNCATED_TIME:
@@ -105,7 +108,8 @@ def _grade(
         fault = opened.env.fault(Status.ERROR_ENV, f"the agent {why}")
     if fault is not None:
         edits.fail(t, fault.status, fault.about)
-        if fault.status is Status.ERROR_ENV and session.refused_by_limit and session.limit is not None:
+        stopped = isinstance(fault.__cause__, AgentStopped)
+        if stopped and session.refused_by_limit and session.limit is not None:
             t.status = session.limit if t.written or session.limit is Status.TRUNCATED_TIME else fault.status
     elif answer is not None:
         edits.add_reward(t, edits.last_response(t) or t.steps[-1], answer)

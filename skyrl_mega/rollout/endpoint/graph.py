@@ -107,7 +107,7 @@ class RequestTree:
         self.exchanges: list[AgentExchange] = []
         """All exchanges, in the order of the replies."""
         self._by_conversation: dict[bytes, AgentExchange] = {}
-        """Digest of tools, messages and reply, without or with thoughts → the latest exchange with this conversation."""
+        """Digest of tools, messages and reply, without or with thoughts → the latest such exchange."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
         """Returns the place of a request: after the exchange with the same tools and the longest conversation among

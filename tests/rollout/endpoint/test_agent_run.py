@@ -72,7 +72,7 @@ def test_an_agent_is_graded_and_its_key_dies(chat: Renderer) -> None:
     assert t.prompt_length == len(chat.render([{"role": "user", "content": "hello"}]))
     assert t.seconds["generate"] > 0 and t.seconds["env"] > 0
     assert sum(step.env_s for step in t.steps) == pytest.approx(t.seconds["env"])
-    assert Asking.closed == ["ends"]
+    assert Asking.closed == ["ends"] and Asking.endpoints[0].seconds == LIMITS.trajectory_timeout_s
     with pytest.raises(httpx.HTTPStatusError, match="401"):
         ask(Asking.endpoints[0], t.prompt.messages)
 
@@ -117,6 +117,12 @@ def test_limits_of_the_run_truncate_a_trajectory(chat: Renderer) -> None:
     assert (late.status, late.reward) == (Status.TRUNCATED_TIME, 0.0)
     (first,) = play(FakeEngine(chat), "ends", length=10)
     assert first.status is Status.ERROR_ENV, "as for a prompt that leaves no room"
+
+
+def test_only_an_agent_that_stopped_is_truncated_by_a_limit(chat: Renderer) -> None:
+    """Refuses a request of an agent whose judge then raises an exception."""
+    (t,) = play(FakeEngine(chat), "too many, judged", turns=3)
+    assert (t.status, t.turns) == (Status.ERROR_ENV, 3) and "the judge is away" in t.metadata["error"]
 
 
 def test_a_fault_of_the_engines_ends_the_phase(chat: Renderer) -> None:

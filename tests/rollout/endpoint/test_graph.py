@@ -79,6 +79,18 @@ def test_what_matters_in_a_repeated_reply(changed: dict[str, Any]) -> None:
     assert tree.find([user("a"), changed, user("c")], []).exchange is None
 
 
+@pytest.mark.parametrize(
+    ("sampled", "javascript"),
+    [(1.0, 1), (1e2, 100), (12345678901234567890, 12345678901234567000), (-0.0, 0), ([{"y": 1.0}], [{"y": 1}])],
+)
+def test_numbers_of_a_javascript_client_are_the_same_numbers(sampled: Any, javascript: Any) -> None:
+    tree = RequestTree()
+    first = answered(tree, [user("a")], assistant("", ("f", {"x": sampled})))
+    assert tree.find([user("a"), assistant("", ("f", {"x": javascript})), user("c")], []).exchange is first
+    for other in (2, True, "1", None):
+        assert tree.find([user("a"), assistant("", ("f", {"x": other})), user("c")], []).exchange is None
+
+
 def test_an_empty_text_is_no_text() -> None:
     tree = RequestTree()
     first = answered(tree, [user("a")], assistant("", ("f", {})))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -15,6 +16,8 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.rollout.endpoint import contexts
+from skyrl_mega.rollout.endpoint.contexts import PREFILL
 from skyrl_mega.rollout.endpoint.requests import (
     BadRequest,
     ChatRequest,
@@ -25,10 +28,11 @@ from skyrl_mega.rollout.endpoint.requests import (
     TokenRequest,
     TurnLimit,
 )
-from skyrl_mega.rollout.endpoint.session import PREFILL, AgentSession, shown
+from skyrl_mega.rollout.endpoint.session import MOST_REFUSALS, AgentSession, shown
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.agents import LIMITS, FakeEngine, pieces_chat
+from tests.support.tokenizers import byte_level, directory
 
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 MORE: dict[str, Any] = {"role": "user", "content": "more"}
@@ -152,7 +156,13 @@ def test_a_stop_string_cuts_the_reply_at_the_token_that_completes_it(chat: Rende
         assert list(engine.asked[1][0].tokens[: len(context)]) == context, "dropped tokens are no context"
         assert chat.text(engine.asked[1][0].tokens[len(context) :]).startswith("<|im_end|>\n<|im_start|>user\nmore")
 
-    session, engine = run(chat, work, "Thought. Observation: the user said 42")
+        assert session.limit is None
+        cut = await says(session, [MORE], stop=("Observation:",))
+        assert (cut.finish, engine.asked[2][1].finish) == ("stop_string", "length")
+        assert session.limit is None, "the reply is whole"
+
+    texts = "Thought. Observation: the user said 42", "more", "Thought. Observation:" + " the user said 42" * 20
+    session, engine = run(chat, work, *texts)
     kept = sum(len(exchange.tokens) for exchange in session.tree.exchanges)
     assert session.dropped == {"after_stop": sum(len(c.tokens) for _, c in engine.asked) - kept}
     assert session.dropped.total() > 3
@@ -187,6 +197,23 @@ def test_thoughts_opened_by_the_template_are_thoughts(chat: Renderer, tmp_path: 
         assert (cut.reasoning, cut.content) == ("hm, hm", "")
 
     run(thinker, work, "hm\n</think>\nyes", "hm, hm")
+
+
+def test_of_replies_that_look_the_same_the_one_with_the_thoughts_is_continued(chat: Renderer) -> None:
+    async def work(session: AgentSession, engine: FakeEngine) -> None:
+        replies = await session.chat(ChatRequest([HELLO], n=2))
+        assert [(reply.reasoning, reply.content) for reply in replies] == [("a", "4"), ("b", "4")]
+        second = await says(session, [HELLO, shown(replies[0]), MORE])
+        await says(session, [HELLO, shown(replies[0]), MORE, shown(second), MORE])
+        await says(session, [HELLO, {"role": "assistant", "content": "4"}, MORE])
+        await says(session, [HELLO, {"role": "assistant", "content": "4", "reasoning_content": "c"}, MORE])
+        assert session.retokenised == 0
+        await says(session, [HELLO, {"role": "assistant", "content": "5"}, MORE])
+        assert session.retokenised == 1
+
+    session, _ = run(chat, work, "<think>a</think>4", "<think>b</think>4", "more")
+    first, second, *later = session.tree.exchanges
+    assert [exchange.parent for exchange in later] == [first, later[0], second, second, None]
 
 
 def test_several_replies_are_branches_and_the_agent_chooses(chat: Renderer) -> None:
@@ -243,13 +270,15 @@ def test_limits_bound_every_request(chat: Renderer) -> None:
             await says(session, [HELLO], max_tokens=0)
 
     run(chat, work, "hello world" * 9, "hello world" * 9, limits=replace(LIMITS, length=longest, turns=2))
-    tight = replace(LIMITS, input=len(chat.render([HELLO])))
-    with pytest.raises(ContextTooLong, match=f"a sequence has at most {tight.input}"):
-        run(
-            chat,
-            lambda session, engine: says(session, [{"role": "user", "content": "hello hello hello"}]),
-            limits=tight,
-        )
+    tight = replace(LIMITS, input=len(chat.render([HELLO])) - 1)
+
+    async def long_inputs(session: AgentSession, engine: FakeEngine) -> None:
+        reply = await says(session, [HELLO])
+        for messages in ([HELLO, shown(reply), MORE], [HELLO]):
+            with pytest.raises(ContextTooLong, match=f"a sequence has at most {tight.input}"):
+                await says(session, messages)
+
+    run(chat, long_inputs, limits=tight)
 
     async def short_responses(session: AgentSession, engine: FakeEngine) -> None:
         reply = await says(session, [HELLO])
@@ -371,6 +400,59 @@ def test_parallel_requests_count_their_time_once(chat: Renderer) -> None:
     session, _ = run(chat, work)
     both = sum(exchange.generate_s for exchange in session.tree.exchanges)
     assert 0.04 < session.generating_s < both - 0.03
+
+
+def test_a_long_text_is_rendered_beside_the_event_loop(chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    render = chat.render
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return render(*args, **options)
+
+    monkeypatch.setattr(chat, "render", recorded)
+    long = {"role": "user", "content": "hello " * contexts.LONG_TEXT}
+
+    async def work(session: AgentSession, engine: FakeEngine) -> None:
+        await says(session, [HELLO])
+        with pytest.raises(ContextTooLong):
+            await says(session, [long])
+        asked = asyncio.create_task(says(session, [long]))
+        await settle()
+        session.end()
+        with pytest.raises(RequestError):
+            await asked
+
+    session, engine = run(chat, work)
+    assert threads == [True, False, False] and session.requests == len(engine.started) == 1
+
+
+def test_too_many_refused_requests_end_a_session(chat: Renderer) -> None:
+    async def work(session: AgentSession, engine: FakeEngine) -> None:
+        for _ in range(MOST_REFUSALS):
+            with pytest.raises(BadRequest):
+                await says(session, [])
+        with pytest.raises(SessionEnded, match="there are no messages"):
+            await says(session, [HELLO])
+
+    session, engine = run(chat, work)
+    assert engine.started == [] and session.limit is None
+
+
+@pytest.mark.parametrize(("shows", "why"), [(False, "shows no tools"), (True, "in a form that is not known")])
+def test_tools_that_the_template_cannot_offer_are_refused(tmp_path: Path, shows: bool, why: str) -> None:
+    template = ("{{ tools | tojson }}" if shows else "") + (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = directory(tmp_path / "plain", byte_level(), template, eos_token="<|im_end|>", model={"eos_token_id": None})
+
+    async def work(session: AgentSession, engine: FakeEngine) -> None:
+        with pytest.raises(BadRequest, match=why):
+            await says(session, [HELLO], tools=[TOOL])
+        await says(session, [HELLO])
+
+    run(Renderer(str(path)), work)
 
 
 def test_every_refusal_is_a_request_error() -> None:

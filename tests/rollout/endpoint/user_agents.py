@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.faults import InfrastructureFault
 
@@ -49,6 +49,10 @@ class Asking(AgentEnv):
             Asking.most = max(Asking.most, Asking.working)
         try:
             return self.work(endpoint, prompt)
+        except httpx.HTTPStatusError as error:
+            if self.extras["extra_info"]["then"] == "too many, judged":
+                raise ConnectionError("the judge is away") from error
+            raise AgentStopped(repr(error)) from error
         finally:
             with self.lock:
                 Asking.working -= 1
@@ -67,7 +71,7 @@ class Asking(AgentEnv):
             raise InfrastructureFault("the service is away")
         if then == "slow":
             time.sleep(1.0)
-        if then == "too many":
+        if then.startswith("too many"):
             for _ in range(9):
                 ask(endpoint, prompt)
         if first:
