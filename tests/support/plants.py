@@ -263,9 +263,9 @@ PLANTS = (
     Plant(
         "tokens",
         "an agent's request is rendered as a whole, the policy's replies included",
-        "skyrl_mega/rollout/endpoint/session.py",
-        "            if parent is None:",
-        "            if parent is None or (parent := None) is None:",
+        "skyrl_mega/rollout/endpoint/contexts.py",
+        "parent, repeated, digest = tree.find(messages, tools)",
+        "parent, repeated, digest = None, 0, tree.find(messages, tools).digest",
         "tests/rollout/endpoint/test_session.py::test_a_reply_is_reused_as_tokens_and_only_new_messages_are_rendered",
     ),
     Plant(
