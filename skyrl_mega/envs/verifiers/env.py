@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
-from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.harness.program import TASK, TASK_VARIABLE, Program, check_network, find_program, readable
@@ -38,8 +38,16 @@ LOADING_S = 600.0
 """Longest time for loading an environment and listing its tasks."""
 
 
+STOPPED = ("ModelError", "OverlongPromptError", "ProviderError", "HarnessError")
+"""Errors of the agent alone, mostly for a refused request."""
+
+
 class VerifiersFailed(RuntimeError):
     """A failure of the environment or of its process."""
+
+
+class VerifiersStopped(AgentStopped):
+    """An agent of the environment that ended with an error."""
 
 
 class VerifiersEnv(AgentEnv):
@@ -141,6 +149,7 @@ class VerifiersEnv(AgentEnv):
         """Plays the row's task; the environment's rewards and metrics become figures of the trajectory.
 
         Raises:
+            VerifiersStopped: The environment's agent ended with an error, as after a refused request.
             VerifiersFailed: The environment or its process failed, or took longer than `timeout_s` + `scoring_s`.
             InfrastructureFault: A service below the environment failed, or the process was killed from outside.
         """
@@ -149,9 +158,7 @@ class VerifiersEnv(AgentEnv):
             ran = self.program.run(endpoint, folder, {TASK: json.dumps(order)})
         result = _result(ran)
         if "error" in result:
-            problem = result["error"]
-            kind = InfrastructureFault if problem["infrastructure"] else VerifiersFailed
-            raise kind(f"{self.options['env']}: {problem['kind']}: {problem['text']}")
+            raise failure(self.options["env"], result["error"])
         notes = {
             "metrics": {
                 **result["metrics"],
@@ -161,6 +168,14 @@ class VerifiersEnv(AgentEnv):
             "verifiers": {"env": self.options["env"], "stop": result["notes"]["stop"], "stderr": ran.stderr[-2000:]},
         }
         return BaseTextEnvStepOutput(observations=[], reward=float(result["reward"]), done=True, metadata=notes)
+
+
+def failure(env: str, problem: Mapping[str, Any]) -> RuntimeError:
+    """Returns the exception for the runner's failure (`runner.failure`) in an environment of a name."""
+    text = f"{env}: {problem['kind']}: {problem['text']}"
+    if problem["infrastructure"]:
+        return InfrastructureFault(text)
+    return VerifiersStopped(text) if problem["kind"] in STOPPED else VerifiersFailed(text)
 
 
 def tasks(options: Mapping[str, Any], train: int, test: int) -> dict[str, list[dict[str, Any]]]:

@@ -15,10 +15,10 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
-from skyrl_mega.envs import BaseTextEnvStepOutput, InfrastructureFault, registry
+from skyrl_mega.envs import AgentStopped, BaseTextEnvStepOutput, InfrastructureFault, registry
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.envs.verifiers import runner
-from skyrl_mega.envs.verifiers.env import VerifiersEnv, VerifiersFailed
+from skyrl_mega.envs.verifiers.env import VerifiersEnv, VerifiersFailed, failure
 from tests.envs.harness.policy import KEY, Policy, answering
 from tests.envs.verifiers.installation import install
 
@@ -100,6 +100,13 @@ def test_failures_are_no_rewards(play: Play, kind: str) -> None:
         play("my-sums", SUM, args={"fails": kind})
     with pytest.raises(expected, match=f"my-tasks: {kind}: it broke"):
         play("my-tasks", ADD, args=NULL | {"taskset": {"fails": kind}})
+
+
+def test_only_an_error_of_the_agent_may_be_a_refusals() -> None:
+    for kind, expected in (("ModelError", AgentStopped), ("TaskError", VerifiersFailed), ("KeyError", VerifiersFailed)):
+        error = failure("my-sums", runner.failure(kind, "why"))
+        assert isinstance(error, expected) and str(error) == f"my-sums: {kind}: why"
+        assert isinstance(error, AgentStopped) == (expected is AgentStopped)
 
 
 def test_an_empty_reply_is_judged(play: Play) -> None:
