@@ -104,7 +104,7 @@ def test_failures_are_no_rewards(play: Play, kind: str) -> None:
 
 def test_only_an_error_of_the_agent_may_be_a_refusals() -> None:
     for kind, expected in (("ModelError", AgentStopped), ("TaskError", VerifiersFailed), ("KeyError", VerifiersFailed)):
-        error = failure("my-sums", runner.failure(kind, "why"))
+        error = failure("my-sums", runner.failure(kind, "why")["error"])
         assert isinstance(error, expected) and str(error) == f"my-sums: {kind}: why"
         assert isinstance(error, AgentStopped) == (expected is AgentStopped)
 
