@@ -23,7 +23,15 @@ class AgentStopped(RuntimeError):
 
     After a refusal by a limit of the run (requests, tokens, time) the trajectory counts as truncated, with reward 0.
     Without such a refusal it is a fault, as any other exception is, and the loss excludes the trajectory.
+
+    Args:
+        message: What happened, for people.
+        metadata: Further facts for people in JSON form, kept with the trajectory.
     """
+
+    def __init__(self, message: str, metadata: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.metadata = dict(metadata or {})
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ LIMITS = CommandLimits(cpu_s=86400, memory_mib=65536, processes=256, file_mib=64
 """Default limits of the program, wide enough for interpreters that reserve much address space."""
 HIDDEN = ["answer", "solution", "extra_info.answer", "extra_info.solution"]
 """Usual columns of right answers beside the ground truth."""
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
+"""Endings of arguments that must be files."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 SHOWN = 2000
 """Characters kept of the end of each output, for people."""
 
@@ -140,7 +143,7 @@ class HarnessEnv(AgentEnv):
             task = {TASK: task_text(prompt, visible_columns(self.extras, self.options["hidden"]))}
             result = self.program.within(endpoint.seconds).run(endpoint, folder, task)
             if result.status in ("failed", "memory") and self.options["failed_exit"] == "error":
-                raise ProgramFailed(_failure(result))
+                raise ProgramFailed(_failure(result), {"program": _noted(result)})
             written = read_answer(folder, limits.output_kib * 1024)
             answer = result.stdout if written is None else written
             about = {"folder": str(folder.folder), "status": result.status, "exit": result.exit}
@@ -151,12 +154,7 @@ class HarnessEnv(AgentEnv):
             "program_s": result.seconds,
             "program_cut": float(result.status not in ("ok", "failed")),
         }
-        notes["program"] = {
-            **about,
-            "seconds": result.seconds,
-            "stdout": result.stdout[-SHOWN:],
-            "stderr": result.stderr[-SHOWN:],
-        }
+        notes["program"] = _noted(result)
         return BaseTextEnvStepOutput(observations=[], reward=judged["reward"], done=True, metadata=notes)
 
 
@@ -166,11 +164,17 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
     Raises:
         UserError: `command` or `reward` is missing, or the program does not exist.
     """
-    for name, form in (("command", "a program and its arguments"), ("reward", "package.module:function")):
+    rewards = "package.module:function, path/to/file.py:function, or an environment of one turn such as math"
+    for name, form in (("command", "a program and its arguments"), ("reward", rewards)):
         if options[name] is None:
             raise UserError(f"it is not set; allowed is {form}", key=f"{KEY}.{name}")
     words = words_of(options["command"], f"{KEY}.command")
     argv = [find_program(words[0], options["confined"], f"{KEY}.command"), *words[1:]]
+    scripts = (word for word in words[1:] if word.endswith(SCRIPTS))
+    for name, paths in (("command", scripts), ("read", options["read"])):
+        for path in paths:
+            if not os.path.exists(path):
+                raise UserError("there is no such file", key=f"{KEY}.{name}", value=path, fix="correct the path")
     sandbox = Sandbox.from_options(options["sandbox"], BOX, LIMITS)
     box = Sandbox(
         limits=sandbox.limits,
@@ -182,10 +186,17 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
     environment = {
         name: os.environ.get(name) if value is None else value for name, value in options["variables"].items()
     }
-    given = {name: value for name, value in environment.items() if value is not None}
+    # A program ended by a limit keeps what it printed.
+    given = UNBUFFERED | {name: value for name, value in environment.items() if value is not None}
     judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
     # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
     return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False), judge
+
+
+def _noted(result: SandboxResult) -> dict[str, Any]:
+    """Returns the facts about a program kept with the trajectory."""
+    outputs = {"stdout": result.stdout[-SHOWN:], "stderr": result.stderr[-SHOWN:]}
+    return {"status": result.status, "exit": result.exit, "seconds": result.seconds, **outputs}
 
 
 def visible_columns(extras: Mapping[str, Any], hidden: list[str]) -> dict[str, Any]:

@@ -107,8 +107,9 @@ def _grade(
         why = f"got no reply: {session.refusal}" if session.refusal else "made no request"
         fault = opened.env.fault(Status.ERROR_ENV, f"the agent {why}")
     if fault is not None:
-        edits.fail(t, fault.status, fault.about)
-        stopped = isinstance(fault.__cause__, AgentStopped)
+        cause = fault.__cause__
+        stopped = cause if isinstance(cause, AgentStopped) else None
+        edits.fail(t, fault.status, {**(stopped.metadata if stopped else {}), **fault.about})
         if stopped and session.refused_by_limit and session.limit is not None:
             t.status = session.limit if t.written or session.limit is Status.TRUNCATED_TIME else fault.status
     elif answer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.validate import StepOutput
@@ -83,7 +84,7 @@ def last_response(t: Trajectory) -> TrajectoryStep | None:
     return next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE and step.end > step.start), None)
 
 
-def fail(t: Trajectory, status: Status, about: Mapping[str, str]) -> None:
+def fail(t: Trajectory, status: Status, about: Mapping[str, Any]) -> None:
     """Sets a trajectory's status, sets its `reward` to 0, empties its `rewards`, and replaces the metadata by `about`,
     the error. Rewards of its steps stay."""
     t.status, t.reward, t.rewards, t.metadata = status, 0.0, {}, {**about}

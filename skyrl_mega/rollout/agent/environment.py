@@ -9,7 +9,7 @@ from skyrl_mega.cluster import channel
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import blame, registry, validate
-from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv
+from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.tools import calls_tools, definitions
@@ -178,10 +178,11 @@ class Environment:
 
     def fault(self, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
         """Returns, without raising, a fault with the status, the text and the environment's name, and with the line in
-        the environment's own file at which `error` was raised, if known."""
+        the environment's own file at which `error` was raised, if known; no line of an agent that stopped."""
         text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
         name = self.t.prompt.env_class
-        return EnvironmentFault(status, f"environment {name}: {text}", blame.fault_location(error, name, self.settings))
+        at = None if isinstance(error, AgentStopped) else blame.fault_location(error, name, self.settings)
+        return EnvironmentFault(status, f"environment {name}: {text}", at)
 
     async def _call(
         self, what: str, function: Callable[..., Any], *args: Any, agent_limit_s: float | None = None
@@ -208,7 +209,8 @@ class Environment:
             raise self.fault(Status.ERROR_ENV_TIMEOUT, f"{what} took longer than {limit}") from None
         except Raised as raised:
             error = raised.error
-            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_safe_repr(error)}"
+            plain = isinstance(error, validate.BadOutput | AgentStopped)
+            text = str(error) if plain else f"{what} raised {_safe_repr(error)}"
             infrastructure = isinstance(error, InfrastructureFault)
             status = Status.ERROR_INFRASTRUCTURE if infrastructure else Status.ERROR_ENV
             raise self.fault(status, text, error) from error

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.registry import BUILT_IN
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health.step_view import escaped
 from skyrl_mega.trajectories.trajectory import Trajectory
@@ -108,7 +109,7 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
         name = first.prompt.env_class
         raise UserError(
             f"environment {name}: all {len(trajectories)} trajectories failed; the first error: {_first(first)}",
-            fix=f"fix the class in environment.classes.{name}, or the service that it calls",
+            fix=f"fix {_settings_of(name)}, or the service that it calls",
         )
     failed = [t for t in trajectories if t.status.failed]
     if len(failed) > most * len(trajectories):
@@ -121,6 +122,11 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
             key="environment.max_failed",
             value=f"{most:g}",
         )
+
+
+def _settings_of(name: str) -> str:
+    """Returns the settings that decide what an environment runs, as text for people."""
+    return f"environment.options.{name}" if name in BUILT_IN else f"the class in environment.classes.{name}"
 
 
 def _kind_of(t: Trajectory) -> tuple[str, str]:

@@ -101,7 +101,7 @@ def test_a_program_asks_the_policy_and_its_answer_is_judged(make: Make, policy: 
     program = output["metadata"]["program"]
     assert (program["status"], program["exit"], program["stdout"]) == ("ok", 0, "4\n")
     assert output["metadata"]["metrics"].keys() == {"length", "program_s", "program_cut"}
-    assert not Path(program["folder"]).exists()
+    assert "folder" not in program
 
 
 def test_what_a_program_sees(make: Make, policy: Policy, confined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,10 @@ def test_an_answer_in_a_file_counts_before_the_output(make: Make, policy: Policy
 
 
 def test_a_program_that_fails(make: Make, policy: Policy, confined: bool) -> None:
-    with pytest.raises(ProgramFailed, match=r"ended with exit code 1: ZeroDivisionError: division by zero"):
-        play(make("1 / 0", confined=confined), policy)
+    with pytest.raises(ProgramFailed, match=r"ended with exit code 1: ZeroDivisionError: division by zero") as failed:
+        play(make("print('before')\n1 / 0", confined=confined), policy)
+    program = failed.value.metadata["program"]
+    assert (program["exit"], program["stdout"]) == (1, "before\n") and "line 2" in program["stderr"]
     judged = play(make("print(4, flush=True)\n1 / 0", confined=confined, failed_exit="judge"), policy)
     assert judged["reward"] == 1.0 and judged["metadata"]["how"]["exit"] == 1
     suicide = "import os\nprint(5, flush=True)\nos.kill(os.getpid(), 9)"
@@ -182,7 +184,7 @@ def test_a_program_that_fails(make: Make, policy: Policy, confined: bool) -> Non
 def test_a_program_out_of_time_is_judged_by_its_work_so_far(make: Make, policy: Policy, confined: bool) -> None:
     mark = f"agent_{os.getpid()}_{time.monotonic_ns()}"
     code = (
-        "import os, sys, time\nprint(4, flush=True)\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "import os, sys, time\nprint(4)\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
         f"        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(600)', {mark!r}])\n"
         "    os._exit(0)\ntime.sleep(600)"
     )
@@ -241,7 +243,10 @@ def test_a_killed_run_leaves_no_program(make: Make, tmp_path: Path) -> None:
 
 
 def test_wrong_options(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent.py").touch()
     for options, said in (
+        ({"command": "python agnet.py"}, r"harness\.command = agnet\.py: there is no such file"),
+        ({"read": ["absent"]}, r"harness\.read = absent: there is no such file"),
         ({"command": "python 'agent.py"}, "harness.command = python 'agent.py: No closing quotation"),
         ({"command": " "}, r"harness\.command = .*has no word"),
         ({"command": "no_such_program x"}, r"harness\.command: there is no program no_such_program in /"),
