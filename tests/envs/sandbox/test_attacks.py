@@ -26,7 +26,16 @@ from skyrl_mega.envs.sandbox.run import CONFINEMENTS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 SYSTEM = Path("/usr/bin/python3")
 DOCUMENT = Path(skyrl_mega.__file__).parents[1] / "docs" / "sandbox.md"
-NEEDED = ("__init__.py", "common", "envs/faults.py", "envs/options.py", "envs/sandbox", "envs/swe", "envs/tags.py")
+NEEDED = (
+    "__init__.py",
+    "common",
+    "envs/event_loop.py",
+    "envs/faults.py",
+    "envs/options.py",
+    "envs/sandbox",
+    "envs/swe",
+    "envs/tags.py",
+)
 NEEDED += ("config/__init__.py", "config/options.py", "config/sandboxes.py")
 USER = 65534
 SETTINGS: dict[str, tuple[bool, tuple[str, ...]]] = {
