@@ -39,8 +39,8 @@ from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
 from skyrl_mega.models.tiny import hf_config
 from tests.conftest import ROOT
 from tests.cuda.engine_config import TOTAL
+from tests.support.recipes import GPU_RECIPES
 
-RECIPES = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if compose(file).cluster.device != "cpu"]
 OTHERS: list[tuple[str, list[str], int | None]] = [
     ("dapo", ["rollout.eager=true"], None),
     ("dapo", [], 11 * 2**30),
@@ -53,7 +53,7 @@ OTHERS: list[tuple[str, list[str], int | None]] = [
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Returns the configurations by recipe and by index in `OTHERS`. All resolve in two processes, because importing
     vLLM takes most of the time."""
-    cases: list[tuple[str, list[str], int | None]] = [(str(file), [], None) for file in RECIPES]
+    cases: list[tuple[str, list[str], int | None]] = [(str(file), [], None) for file in GPU_RECIPES]
     cases += [(str(ROOT / "configs" / f"{name}.yaml"), settings, former) for name, settings, former in OTHERS]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     environment["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm"))
@@ -64,11 +64,11 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         )
         assert done.returncode == 0, done.stderr[-3000:]
     configurations = json.loads(done.stdout)
-    names = [file.stem for file in RECIPES] + [str(i) for i in range(len(OTHERS))]
+    names = [file.stem for file in GPU_RECIPES] + [str(i) for i in range(len(OTHERS))]
     return dict(zip(names, configurations, strict=True))
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", GPU_RECIPES, ids=lambda file: file.stem)
 def test_a_recipes_engine_on_h100s(resolved: dict[str, dict[str, Any]], file: Path) -> None:
     config, v = compose(file), resolved[file.stem]
     rollout = config.rollout

@@ -15,11 +15,9 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from tests.support.machine import within
+from tests.support.recipes import GPU_RECIPES, RECIPES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = sorted(CONFIGS.glob("*.yaml"))
-GPUS = [file for file in FILES if not file.stem.endswith("_cpu") and file.stem != "quickstart"]
-"""Recipes for GPUs, by name: composing all files takes a minute, and each of pytest's workers collects the tests."""
 GIB = 2**30
 SECONDS = 20.0
 """Limit of this process's CPU seconds for a dry run."""
@@ -44,7 +42,7 @@ def dry_run(file: Path, settings: list[str], capsys: pytest.CaptureFixture[str])
     return dict(json.loads(out))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,14 +54,14 @@ def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", GPUS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", GPU_RECIPES, ids=lambda file: file.stem)
 def test_shared_gpus_are_planned(file: Path) -> None:
     check(compose(file), planned=True)
 
 
 def test_what_a_comment_says_is_left_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     """Compares the figures in GiB of a setting's comment, with and without the setting, over all files."""
-    comments = [line for file in FILES for line in file.read_text().splitlines() if "GiB" in line.partition("#")[2]]
+    comments = [line for file in RECIPES for line in file.read_text().splitlines() if "GiB" in line.partition("#")[2]]
     [(_, _, comment)] = [line.partition("#") for line in comments]
     with_it, without = map(float, re.findall(r"\d+\.\d", comment))
     for given, figure in (([], with_it), (["policy.recompute=none"], without)):
@@ -72,7 +70,7 @@ def test_what_a_comment_says_is_left_is_left(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("eager", ["true", "false"])
-@pytest.mark.parametrize("file", GPUS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", GPU_RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_leaves_memory(
     file: Path, eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,8 +87,8 @@ def test_every_recipe_leaves_memory(
 
 
 def test_there_are_recipes_for_gpus() -> None:
-    assert len(GPUS) >= 9
-    assert [file for file in FILES if compose(file).cluster.device != "cpu"] == GPUS
+    assert len(GPU_RECIPES) >= 9
+    assert [file for file in RECIPES if compose(file).cluster.device != "cpu"] == GPU_RECIPES
 
 
 def test_a_dry_run_says_what_it_has_not_seen(
