@@ -32,10 +32,16 @@ def own_gpus(file: Path) -> list[str]:
     return ["cluster.shared=false", f"cluster.nodes={2 * cluster.nodes}", f"policy.ranks={ranks}"]
 
 
+def own_code(file: Path) -> list[str]:
+    """Returns the setting for the code beside a recipe, which the recipe names relative to the repository."""
+    code = file.with_suffix(".py")
+    return [f"environment.classes.agent={code}:CalculatorAgent"] if code.exists() else []
+
+
 def dry_run(file: Path, settings: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Returns the output of `--dry-run --json`."""
     start = time.process_time()
-    code = main(["--config", str(file), *settings, "--dry-run", "--json"])
+    code = main(["--config", str(file), *own_code(file), *settings, "--dry-run", "--json"])
     assert within(time.process_time() - start, SECONDS)
     out, err = capsys.readouterr()
     assert (code, err) == (0, ""), err
