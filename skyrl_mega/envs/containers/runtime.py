@@ -1,0 +1,97 @@
+"""The contract of a container runtime: starts containers of an image, runs commands in them, and removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_mega.envs.options import Option
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """Result of a command in a container."""
+
+    status: str
+    """`ok` (exit code 0), `failed` (another exit code), `timeout`, or `output` (more output than allowed)."""
+    exit: int | None
+    """Exit code; None if the command was ended from outside."""
+    stdout: bytes
+    """Standard output, at most `limit` bytes."""
+    stderr: bytes
+    """Standard error, at most `limit` bytes."""
+
+
+class Container(Protocol):
+    """A running container. All methods raise InfrastructureFault if the container or the runtime is gone."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        *,
+        stdin: bytes = b"",
+        folder: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        limit: int = 2**24,
+    ) -> CommandOutput:
+        """Runs a program in the container, as the container's user, and waits for its end.
+
+        A program that is late, or prints too much, is ended. Processes started by the program may survive
+        (`end_processes`).
+
+        Args:
+            argv: Program and arguments; no shell is involved.
+            timeout_s: Time limit in seconds.
+            stdin: Standard input.
+            folder: Working folder; None for the image's own.
+            variables: Environment variables, in addition to the image's.
+            limit: Maximum size of standard output, and of standard error, in bytes.
+        """
+
+    def end_processes(self, timeout_s: float) -> None:
+        """Kills all processes in the container except the process that keeps the container alive."""
+
+    def remove(self, timeout_s: float) -> None:
+        """Removes the container with its files; may be called again. Raises nothing if the container is gone."""
+
+
+class Runtime(Protocol):
+    """A container runtime, such as podman, created as `cls(options)` from options accepted by `check_options`.
+
+    Every container ends by itself after `lifetime_s` seconds, and is removed if the process that started the container
+    ends, even by SIGKILL.
+    """
+
+    OPTIONS: Mapping[str, Option]
+    """Options of the runtime, below `session_options`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None: ...
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], key: str) -> None:
+        """Raises UserError for options that contradict each other; `key` is the setting that contains them."""
+
+    def check(self, key: str) -> None:
+        """Checks that the runtime works on this machine.
+
+        Raises:
+            UserError: The program is missing, the service does not answer, or access is refused. The error names `key`,
+                the setting that contains the options.
+        """
+
+    def pull(self, image: str, timeout_s: float) -> None:
+        """Makes the image available, and returns at once if it is.
+
+        Raises:
+            UserError: There is no such image.
+            InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+        """
+
+    def start(self, image: str, timeout_s: float) -> Container:
+        """Starts a container of an available image and waits until commands can run.
+
+        Raises:
+            InfrastructureFault: The container does not start.
+        """
