@@ -1,0 +1,79 @@
+"""The owner of containers: labels that name this process, and the reaper that removes the process' containers."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_mega.envs.containers import reaper
+from skyrl_mega.envs.containers.program import client_variables
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.sandbox import folders
+
+PREFIX = "skyrl-mega"
+"""First part of the names of containers."""
+LABEL = "skyrl-mega.owner"
+"""Label of a container with the name of the process that started the container (`owner`)."""
+
+_guards: dict[tuple[int, tuple[str, ...]], subprocess.Popen[bytes]] = {}
+_lock = threading.Lock()
+
+
+def owner() -> str:
+    """Returns a name of this process, unique among all machines that share a runtime: `<pid>-<start time>-<boot>-<PID
+    namespace>`. It is at most 63 characters of letters, digits and dashes, as labels of Kubernetes need."""
+    return f"{folders.owner()}-{_place()}"
+
+
+def is_dead(name: str) -> bool:
+    """Returns True if a name (`owner`) belongs to a process of this boot and this PID namespace that has ended. Returns
+    False for processes that this process cannot see, such as processes of other machines."""
+    match = re.fullmatch(r"(\d+-\d+)-(\w+-\w+)", name)
+    return match is not None and match[2] == _place() and not folders.alive(folders.PREFIX + match[1])
+
+
+def guard(listing: Sequence[str], removal: Sequence[str]) -> None:
+    """Starts a reaper for the containers of this process, unless one with the same listing runs.
+
+    Args:
+        listing: Command that prints the names of this process' containers, a name per line.
+        removal: Command that removes the containers named in further arguments.
+
+    Raises:
+        InfrastructureFault: The reaper cannot be started.
+    """
+    key = (os.getpid(), tuple(listing))
+    with _lock:
+        running = _guards.get(key)
+        if running is not None and running.poll() is None:
+            return
+        request = reaper.request_of(os.getpid(), listing, removal)
+        try:
+            _guards[key] = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, request],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=client_variables(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfrastructureFault(f"the reaper of containers cannot be started: {error.strerror}") from error
+
+
+def _place() -> str:
+    """Returns the boot of this machine and the PID namespace of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:16]
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def host() -> str:
+    """Returns the name of this machine as a label's value, for people."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip("-.")[:63] or "unknown"
