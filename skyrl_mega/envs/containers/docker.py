@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secret_names import names_secret
-from skyrl_mega.envs.containers import owner
-from skyrl_mega.envs.containers.program import run_program
+from skyrl_mega.envs.containers import images, owner
+from skyrl_mega.envs.containers.program import client_variables, run_program
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, text, texts, whole
@@ -37,6 +37,8 @@ SIGKILLED = 137
 """Exit code of a container, or of a command in a container, that was ended by SIGKILL."""
 ERROR = re.compile(rb"^(?:Error: |Error response from daemon|OCI runtime|Cannot connect|error during connect)", re.M)
 """Error of the client in standard error, which a program in the container can imitate."""
+UNKNOWN_IMAGE = re.compile(rb"image not known|no such image|no such object", re.I)
+"""Error of `image inspect` for an image that is not on this machine."""
 LONGEST_ARGUMENTS = 120_000
 """Maximum length of all arguments of a command, in bytes; the kernel refuses an argument of 128 KiB."""
 
@@ -59,6 +61,7 @@ class CommandLineRuntime:
         "disk_gib": whole(
             0, "size of a container's own files, where the storage supports quotas; 0 for no limit", low=0
         ),
+        "images_gib": whole(0, "disk for pulled images, the least recently used are removed; 0 for no limit", low=0),
         "user": text(None, "user of commands; null for the image's"),
         "capabilities": texts(CAPABILITIES, "capabilities of root in a container"),
         "lifetime_s": whole(7200, "seconds after which a container ends by itself", low=10, high=30 * 86400),
@@ -123,15 +126,36 @@ class CommandLineRuntime:
             UserError: There is no such image.
             InfrastructureFault: The registry cannot be reached, or the time limit has passed.
         """
-        if self.has_image(image):
-            return
-        ran = self.command(["pull", "--quiet", image], timeout_s)
-        if ran.status != "ok":
-            raise InfrastructureFault(f"the image {image} cannot be pulled: {_last_line(ran) or ran.status}")
+        most = int(self.options["images_gib"]) * 2**30
+        images.make_available(self, image, timeout_s, most or None)
 
-    def has_image(self, image: str) -> bool:
-        """Returns True if the image is on this machine."""
-        return self.command(["image", "inspect", "--format", "{{.Id}}", image]).status == "ok"
+    def store_name(self) -> str:
+        """Returns a text that differs between two stores of images: the client's words, and the variables that lead to
+        another daemon or storage."""
+        found = {name: value for name, value in client_variables().items() if name.startswith(("DOCKER_", "CONTAINER"))}
+        return json.dumps([self.client, found], sort_keys=True)
+
+    def image_facts(self, image: str) -> tuple[str, int] | None:
+        """Returns id and size in bytes of an image on this machine; None without the image.
+
+        Raises:
+            InfrastructureFault: The client does not work.
+        """
+        ran = self.command(["image", "inspect", "--format", "{{.Id}} {{.Size}}", image])
+        if ran.status == "ok":
+            number, size = ran.stdout.decode().split()
+            return number, int(size)
+        if UNKNOWN_IMAGE.search(ran.stderr):
+            return None
+        raise InfrastructureFault(f"{self.PROGRAM} image inspect fails: {_last_line(ran) or ran.status}")
+
+    def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
+        """Pulls an image from its registry."""
+        return self.command(["pull", "--quiet", image], timeout_s)
+
+    def remove_image(self, image: str) -> bool:
+        """Removes an image that no container uses; returns False if a container uses the image."""
+        return self.command(["rmi", image], 10 * COMMAND_S).status == "ok"
 
     def start(self, image: str, timeout_s: float) -> CommandLineContainer:
         """Starts a container of an available image, and waits until commands can run.
@@ -140,9 +164,8 @@ class CommandLineRuntime:
             InfrastructureFault: The container does not start, or the image has no `sh`, `date` or `sleep`.
         """
         deadline = time.monotonic() + timeout_s
-        listing = ["ps", "--all", "--filter", f"label={owner.LABEL}={owner.owner()}", "--format", "{{.Names}}"]
-        owner.guard([*self.client, *listing], [*self.client, "rm", "--force", "--volumes"])
-        container = CommandLineContainer(self, f"{owner.PREFIX}-{secrets.token_hex(8)}")
+        self._guard()
+        container = CommandLineContainer(self, f"{owner.PREFIX}-{owner.owner()}-{secrets.token_hex(4)}")
         ready = False
         try:
             ran = self.command(
@@ -158,6 +181,19 @@ class CommandLineRuntime:
         if not ready:
             raise InfrastructureFault(f"no container of {image} starts: {_last_line(ran) or ran.status}")
         return container
+
+    def _guard(self) -> None:
+        """Starts the reaper of this process' containers; with a new reaper, removes containers of earlier processes
+        whose reaper was killed too: all of ended owners, and from before a reboot those that ended a day ago."""
+        mine = ["ps", "--all", "--filter", f"label={owner.LABEL}={owner.owner()}", "--format", "{{.Names}}"]
+        if not owner.guard([*self.client, *mine], [*self.client, "rm", "--force", "--volumes"]):
+            return
+        labelled = ["--filter", f"label={owner.LABEL}"]
+        ran = self.command(["ps", "--all", *labelled, "--format", "{{.Names}}"])
+        names = ran.stdout.decode(errors="replace").split()
+        if left := [name for name in names if owner.is_dead(name.removeprefix(f"{owner.PREFIX}-").rpartition("-")[0])]:
+            self.command(["rm", "--force", "--volumes", *left])
+        self.command(["container", "prune", "--force", *labelled, "--filter", "until=24h"])
 
     def _process_1(self) -> list[str]:
         return ["-c", PROCESS_1.format(end=int(time.time()) + int(self.options["lifetime_s"]))]

@@ -38,8 +38,9 @@ def is_dead(name: str) -> bool:
     return match is not None and match[2] == _place() and not folders.alive(folders.PREFIX + match[1])
 
 
-def guard(listing: Sequence[str], removal: Sequence[str]) -> None:
-    """Starts a reaper for the containers of this process, unless one with the same listing runs.
+def guard(listing: Sequence[str], removal: Sequence[str]) -> bool:
+    """Starts a reaper for the containers of this process and returns True; returns False if a reaper with the same
+    listing runs.
 
     Args:
         listing: Command that prints the names of this process' containers, a name per line.
@@ -52,7 +53,7 @@ def guard(listing: Sequence[str], removal: Sequence[str]) -> None:
     with _lock:
         running = _guards.get(key)
         if running is not None and running.poll() is None:
-            return
+            return False
         request = reaper.request_of(os.getpid(), listing, removal)
         try:
             _guards[key] = subprocess.Popen(
@@ -66,6 +67,7 @@ def guard(listing: Sequence[str], removal: Sequence[str]) -> None:
             )
         except OSError as error:
             raise InfrastructureFault(f"the reaper of containers cannot be started: {error.strerror}") from error
+    return True
 
 
 def _place() -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers import pool
+from skyrl_mega.envs.containers.pool import PooledRuntime
 from skyrl_mega.envs.containers.runtime import Runtime
+from skyrl_mega.envs.options import Option, filled
 
 RUNTIMES = {
     "podman": "skyrl_mega.envs.containers.docker:Podman",
@@ -30,3 +34,30 @@ def runtime_class(name: str, key: str) -> type[Runtime]:
     module, _, attribute = RUNTIMES[name].partition(":")
     cls: Any = getattr(import_module(module), attribute)
     return cls
+
+
+def options_of(name: str, key: str) -> Mapping[str, Option]:
+    """Returns the options of a runtime and of its pool.
+
+    Raises:
+        UserError: There is no such runtime.
+    """
+    return {**runtime_class(name, key).OPTIONS, **pool.OPTIONS}
+
+
+def make_runtime(name: str, options: Mapping[str, Any], key: str) -> PooledRuntime:
+    """Returns a runtime with a limit of containers at once.
+
+    Args:
+        name: A name in `RUNTIMES`.
+        options: Options in `options_of`; missing options have their defaults.
+        key: Setting with the options, for errors.
+
+    Raises:
+        UserError: There is no such runtime, or an option is wrong.
+    """
+    cls = runtime_class(name, key)
+    chosen = filled(key, options, options_of(name, key))
+    own = {option: value for option, value in chosen.items() if option in cls.OPTIONS}
+    cls.check_options(own, key)
+    return PooledRuntime(cls(own), name, int(chosen["containers"]), float(chosen["lifetime_s"]))
