@@ -1,0 +1,196 @@
+"""The runtimes podman and docker: their command lines, and whose fault the end of a container is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers.docker import CommandLineContainer, Docker, Podman
+from skyrl_mega.envs.containers.registry import make_runtime
+from skyrl_mega.envs.faults import InfrastructureFault
+from tests.support import fake_podman
+
+PROGRAM = str(Path(fake_podman.__file__))
+MISSING = "Error: OCI runtime attempted to invoke a command that was not found\n"
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"program": PROGRAM, "global_arguments": [f"--root={tmp_path}"]}
+
+
+@pytest.fixture
+def container(options: dict[str, Any]) -> CommandLineContainer:
+    return Podman(options).start("image", 60)
+
+
+def prepare(folder: Path, subcommand: str, *answers: dict[str, Any]) -> None:
+    """Prepares answers of the fake client."""
+    (folder / "answers").mkdir(exist_ok=True)
+    (folder / "answers" / subcommand).write_text(json.dumps(answers))
+
+
+def calls(folder: Path, subcommand: str) -> list[list[str]]:
+    """Returns the arguments of all calls of a subcommand."""
+    found = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+    return [words[1:] for words in found if words[0] == subcommand]
+
+
+def test_a_container_gets_limits_and_no_rights(tmp_path: Path, options: dict[str, Any]) -> None:
+    Podman({**options, "memory_mib": 100, "cpus": 3, "processes": 50, "arguments": ["--shm-size=1g"]}).start(
+        "image", 60
+    )
+    [words] = calls(tmp_path, "run")
+    assert {
+        "--network=none",
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        "--pull=never",
+        "--http-proxy=false",
+    } < set(words)
+    assert {"--memory=100m", "--memory-swap=100m", "--cpus=3", "--pids-limit=50", "--shm-size=1g"} < set(words)
+    assert not [word for word in words if word.startswith(("--volume", "-v", "--mount", "--privileged", "--device"))]
+    assert words[words.index("--entrypoint") :][1:3] == ["sh", "image"]
+
+
+def test_docker_knows_no_option_of_podman(tmp_path: Path, options: dict[str, Any]) -> None:
+    Docker({**options, "memory_mib": 0, "cpus": 0}).start("image", 60)
+    [words] = calls(tmp_path, "run")
+    assert not [word for word in words if word.startswith(("--http-proxy", "--memory", "--cpus"))]
+
+
+def test_keys_do_not_appear_in_the_list_of_processes(tmp_path: Path, container: CommandLineContainer) -> None:
+    ran = container.run(["sh", "-c", "echo $OPENAI_API_KEY"], 30, variables={"OPENAI_API_KEY": "secret-1", "A": "b c"})
+    assert ran.stdout == b"secret-1\n"
+    assert "--env=A=b c" in calls(tmp_path, "exec")[-1]
+    assert "secret-1" not in (tmp_path / "log").read_text()
+
+
+def test_a_program_that_is_late_is_ended_inside(tmp_path: Path, container: CommandLineContainer) -> None:
+    start = time.monotonic()
+    ran = container.run(["sleep", "60"], 0.5)
+    assert (ran.status, ran.exit) == ("timeout", None) and time.monotonic() - start < 30
+    assert calls(tmp_path, "exec")[-1][-1] == "kill -9 -1"
+    assert container.run(["cat", "/dev/zero"], 30, limit=1000).status == "output"
+
+
+@pytest.mark.parametrize("code", [1, 125, 126, 127, 137])
+def test_an_error_printed_by_the_program_is_its_own(container: CommandLineContainer, code: int) -> None:
+    ran = container.run(["sh", "-c", f"echo 'Error: no such container' >&2; exit {code}"], 30)
+    assert (ran.status, ran.exit) == ("failed", code)
+
+
+def test_a_client_that_cannot_start_programs_is_a_fault(tmp_path: Path, container: CommandLineContainer) -> None:
+    failing = {"exit": 126, "stderr": "Error: fork: resource temporarily unavailable\n"}
+    prepare(tmp_path, "exec", *[failing] * 3)  # the command, a trial, the end of processes: then the restart has helped
+    assert container.run(["true"], 30).exit == 126
+    assert len(calls(tmp_path, "restart")) == 1
+    prepare(tmp_path, "exec", *[failing] * 9)
+    with pytest.raises(InfrastructureFault, match="temporarily unavailable"):
+        container.run(["true"], 30)
+
+
+def test_arguments_that_no_program_can_receive_fail_the_command(container: CommandLineContainer) -> None:
+    assert container.run(["echo", "a\0b"], 30).status == "failed"
+    assert container.run(["echo", "a" * 200_000], 30).exit == 126
+
+
+@pytest.mark.parametrize(
+    ("state", "fault"),
+    [
+        ("false true 137", None),  # the memory limit
+        ("false false 3", None),  # process 1 ended by itself
+        ("false false 0", None),
+        ("false false 137", "killed from outside"),
+        (None, "is gone"),
+    ],
+)
+def test_whose_fault_the_end_of_a_container_is(
+    tmp_path: Path, container: CommandLineContainer, state: str | None, fault: str | None
+) -> None:
+    path = tmp_path / "containers" / container.name
+    path.write_text(state) if state else path.unlink()
+    if fault is None:
+        assert [(ran.status, ran.exit) for ran in (container.run(["true"], 30),) * 2] == [("failed", None)] * 2
+        container.end_processes(30)
+    else:
+        with pytest.raises(InfrastructureFault, match=fault):
+            container.run(["true"], 30)
+        with pytest.raises(InfrastructureFault, match=fault):
+            container.end_processes(30)
+    container.remove(30)
+
+
+def test_the_end_of_the_lifetime_is_a_fault(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = Podman({**options, "lifetime_s": 100}).start("image", 60)
+    (tmp_path / "containers" / container.name).write_text("false false 3")
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 101)
+    with pytest.raises(InfrastructureFault, match="lifetime_s"):
+        container.end_processes(30)
+
+
+@pytest.mark.parametrize("subcommand", ["run", "exec"])
+def test_a_container_that_does_not_start_is_removed(tmp_path: Path, options: dict[str, Any], subcommand: str) -> None:
+    prepare(tmp_path, subcommand, {"exit": 127, "stderr": MISSING})
+    with pytest.raises(InfrastructureFault, match=r"no container of image starts: .*not found"):
+        Podman(options).start("image", 60)
+    assert not list((tmp_path / "containers").iterdir())
+    name = next(word for word in calls(tmp_path, "run")[0] if word.startswith("--name=")).removeprefix("--name=")
+    assert calls(tmp_path, "rm") == [["--force", "--volumes", name]]
+
+
+def test_containers_of_ended_owners_are_removed_at_the_first_start(tmp_path: Path, options: dict[str, Any]) -> None:
+    runtime = Podman(options)
+    name = runtime.start("image", 60).name
+    pid, start, boot, namespace = name.removeprefix("skyrl-mega-").split("-")[:4]
+    others = [
+        f"skyrl-mega-{pid}-{int(start) + 1}-{boot}-{namespace}-0",  # an earlier process with the same id
+        f"skyrl-mega-{pid}-{start}-{boot}-{namespace}-0",  # this process
+        f"skyrl-mega-{pid}-{int(start) + 1}-{boot}-1-0",  # a process of another namespace
+        f"skyrl-mega-{pid}-{int(start) + 1}-00-{namespace}-0",  # a process of another machine
+        "skyrl-mega-mine",
+    ]
+    for other in others:
+        (tmp_path / "containers" / f".{other}").write_text("skyrl-mega.owner=x")
+    again = Podman({**options, "program": shutil.copy(PROGRAM, tmp_path / "podman")})
+    again.start("image", 60)
+    assert calls(tmp_path, "rm") == [["--force", "--volumes", others[0]]]
+    assert calls(tmp_path, "container")[-1][0] == "prune"
+
+
+def test_a_machine_without_a_working_client_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    Podman(options).check("key")
+    with pytest.raises(UserError, match=r"key.program: there is no program nothing"):
+        Podman({"program": "nothing"}).check("key")
+    prepare(tmp_path, "info", {"exit": 1, "stderr": "Cannot connect to the daemon\n"})
+    with pytest.raises(UserError, match="Cannot connect to the daemon"):
+        Docker(options).check("key")
+    facts = {"host": {"security": {"rootless": True}, "cgroupVersion": "v2", "cgroupControllers": ["memory", "pids"]}}
+    prepare(tmp_path, "info", {"exit": 0, "stdout": json.dumps(facts)})
+    with pytest.raises(UserError, match=r"key.cpus = 2.0: podman may not limit cpu .* set key.cpus=0"):
+        Podman(options).check("key")
+
+
+def test_arguments_set_by_the_runtime_are_refused() -> None:
+    with pytest.raises(UserError, match=r"key.arguments = --name=x"):
+        make_runtime("podman", {"arguments": ["--name=x"]}, "key")
+    with pytest.raises(UserError, match=r"allowed: podman, docker"):
+        make_runtime("rkt", {}, "key")
+    with pytest.raises(UserError, match=r"key.memory: there is no such option; did you mean memory_mib"):
+        make_runtime("podman", {"memory": 3}, "key")
+
+
+def test_an_image_is_pulled_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    runtime = make_runtime("podman", options, "key")
+    for _ in range(2):
+        runtime.pull("registry/image:1", 60)
+    assert calls(tmp_path, "pull") == [["--quiet", "registry/image:1"]]

@@ -1,0 +1,233 @@
+"""The runtime `podman` on a real podman."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.envs.containers.docker import CommandLineContainer, Podman
+from skyrl_mega.envs.containers.registry import make_runtime
+from skyrl_mega.envs.faults import InfrastructureFault
+from tests.support.containers import IMAGE, podman, podman_options, remove_store
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("podman")
+    yield podman_options(folder)
+    remove_store(folder)
+
+
+@pytest.fixture
+def container(options: dict[str, Any]) -> Iterator[CommandLineContainer]:
+    started = Podman({**options, "memory_mib": 64, "processes": 32}).start(IMAGE, 60)
+    yield started
+    started.remove(60)
+
+
+def names(options: dict[str, Any]) -> list[str]:
+    """Returns the names of all containers in the store."""
+    return podman(options["global_arguments"], "ps", "--all", "--format={{.Names}}").stdout.decode().split()
+
+
+def programs(container: CommandLineContainer) -> list[str]:
+    """Returns the names of all processes in a container, seen from inside, without the processes that list."""
+    found = container.run(["sh", "-c", "cat /proc/[0-9]*/comm"], 30).stdout.decode().split()
+    return sorted(set(found) - {"cat", "sh", "runc:[2:INIT]"})
+
+
+def shell(container: CommandLineContainer, script: str, timeout_s: float = 30) -> Any:
+    return container.run(["sh", "-c", script], timeout_s)
+
+
+def gone(options: dict[str, Any], name: str, seconds: float = 30) -> bool:
+    """Waits until no container with this name exists."""
+    deadline = time.monotonic() + seconds
+    while name in names(options) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return name not in names(options)
+
+
+def test_a_container_runs_programs_within_its_limits(container: CommandLineContainer) -> None:
+    """Checks most of the contract with a single container, as every start costs half a second."""
+    ran = container.run(
+        ["sh", "-c", "cat; pwd; echo $A $API_KEY >&2; exit 7"],
+        30,
+        stdin=b"in " * 100_000,
+        folder="/work",
+        variables={"A": "1", "API_KEY": "k"},
+    )
+    assert (ran.status, ran.exit, ran.stderr) == ("failed", 7, b"1 k\n")
+    assert ran.stdout == b"in " * 100_000 + b"/work\n"
+    assert shell(container, "ls /sys/class/net").stdout == b"lo\n"
+    assert container.run(["nothing"], 30).exit == 127
+    assert shell(container, "echo 'Error: no such container' >&2; exit 125").exit == 125
+    assert (
+        late := shell(container, "trap '' TERM; setsid sleep 50 & sleep 60", 1.5)
+    ).status == "timeout" and late.exit is None
+    assert programs(container) == ["sleep"]  # of process 1
+    assert container.run(["cat", "/dev/zero"], 30, limit=10**6).status == "output"
+    assert shell(container, "kill -9 1; kill -TERM 1; kill -9 -1; echo here").stdout == b"here\n"
+    assert shell(container, "x=x; while :; do x=$x$x; done").exit != 0
+    assert shell(container, ":").status == "ok"
+
+
+@pytest.mark.nightly
+def test_daemons_and_fork_bombs_are_ended(container: CommandLineContainer) -> None:
+    assert shell(container, "setsid sh -c 'trap \"\" TERM HUP; sleep 99' >/dev/null 2>&1 & echo up").stdout == b"up\n"
+    assert programs(container) == ["sleep"] and len(pids(container)) > 2
+    container.end_processes(30)
+    assert len(pids(container)) == 2
+    bomb = "f() { f & f & sleep 1; wait; }; f"
+    assert shell(container, f"({bomb}) >/dev/null 2>&1 & while :; do {bomb}; done", 5).status in ("timeout", "failed")
+    container.end_processes(60)
+    assert shell(container, "echo kept > /work/kept; cat /work/kept").stdout == b"kept\n"
+    assert len(pids(container)) == 2
+
+
+def pids(container: CommandLineContainer) -> list[str]:
+    """Returns the ids of process 1, its `sleep` and of all other processes, without the one that lists."""
+    return shell(container, "set -- /proc/[0-9]*; for p; do [ $p = /proc/$$ ] || echo $p; done").stdout.decode().split()
+
+
+@pytest.mark.nightly
+def test_ended_processes_are_collected(container: CommandLineContainer) -> None:
+    for _ in range(5):
+        assert shell(container, "for i in 1 2 3 4; do (setsid sleep 50 &) ; done").status == "ok"
+        container.end_processes(30)
+    assert len(pids(container)) == 2
+
+
+@pytest.mark.nightly
+def test_a_killed_container_is_a_fault_and_an_ended_one_is_the_policys(options: dict[str, Any]) -> None:
+    runtime = Podman(options)
+    container = runtime.start(IMAGE, 60)
+    place = options["global_arguments"]
+    pid = int(podman(place, "inspect", "--format={{.State.Pid}}", container.name).stdout)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(InfrastructureFault, match="killed from outside"):
+        shell(container, "sleep 50")
+    container.remove(60)
+    with pytest.raises(InfrastructureFault, match="is gone"):
+        shell(container, ":")
+    container = runtime.start(IMAGE, 60)
+    assert shell(container, "echo '#!/bin/sh\necho 99999999999' > /bin/date; kill -9 -1").status == "ok"
+    time.sleep(1)
+    assert (shell(container, ":").status, shell(container, ":").exit) == ("failed", None)
+    container.end_processes(30)
+    container.remove(60)
+    container.remove(60)
+
+
+@pytest.mark.nightly
+def test_a_container_ends_after_its_lifetime(options: dict[str, Any]) -> None:
+    container = Podman({**options, "lifetime_s": 10}).start(IMAGE, 60)
+    time.sleep(11)
+    with pytest.raises(InfrastructureFault, match="lifetime_s"):
+        shell(container, ":")
+    container.remove(60)
+
+
+OWNER = """
+import json, os, sys, time
+from skyrl_mega.envs.containers.docker import Podman
+runtime = Podman(json.loads(sys.argv[1]))
+if sys.argv[2] == "running":
+    print(runtime.start("localhost/machine:1", 60).name, flush=True)
+    time.sleep(600)
+command = runtime.command
+def told(words, *rest, **more):
+    if words[0] == "run":
+        print(next(word for word in words if word.startswith("--name=")).removeprefix("--name="), flush=True)
+    return command(words, *rest, **more)
+runtime.command = told
+runtime.start("localhost/machine:1", 60)
+time.sleep(600)
+"""
+"""Program of an owner that prints the name of its container: once the container runs, or just before its start."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", ["running", "starting"])
+def test_a_killed_owner_leaves_no_container_and_touches_no_other(options: dict[str, Any], when: str) -> None:
+    import json
+
+    other = Podman(options).start(IMAGE, 60)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, json.dumps(options), when], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert owner.stdout is not None
+    name = owner.stdout.readline().strip()
+    assert name.startswith("skyrl-mega-")
+    owner.kill()
+    owner.wait()
+    if when == "starting":
+        time.sleep(3)  # the client of the start goes on without its owner
+    assert gone(options, name)
+    assert shell(other, "echo here").stdout == b"here\n"
+    other.remove(60)
+
+
+@pytest.mark.nightly
+def test_containers_of_an_owner_killed_with_its_reaper_are_removed_by_the_next_owner(options: dict[str, Any]) -> None:
+    import json
+
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, json.dumps(options), "running"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert owner.stdout is not None
+    name = owner.stdout.readline().strip()
+    for entry in Path("/proc").iterdir():
+        if (
+            entry.name.isdigit()
+            and b"reaper.py" in (line := (entry / "cmdline").read_bytes())
+            and f'"owner": {owner.pid},'.encode() in line
+        ):
+            os.kill(int(entry.name), signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    time.sleep(2)
+    assert name in names(options)
+    script = OWNER.replace("    time.sleep(600)\n", "    raise SystemExit\n", 1)
+    subprocess.run(
+        [sys.executable, "-c", script, json.dumps(options), "running"],
+        check=True,
+        timeout=60,
+        cwd=ROOT,
+        capture_output=True,
+    )
+    assert name not in names(options)
+
+
+@pytest.mark.nightly
+def test_waiting_containers_start_in_order(options: dict[str, Any]) -> None:
+    runtime = make_runtime("podman", {**options, "containers": 2}, "key")
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        container = runtime.start(IMAGE, 60)
+        order.append(number)
+        container.remove(60)
+
+    first = [runtime.start(IMAGE, 60) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    assert order == []
+    first[0].remove(60)
+    for thread in threads:
+        thread.join(60)
+    first[1].remove(60)
+    assert order == [0, 1, 2]

@@ -1,0 +1,147 @@
+"""The limit of containers at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from skyrl_mega.envs.containers.pool import PooledRuntime, Slots
+from skyrl_mega.envs.event_loop import Pending
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.waiting import Clock
+
+
+class Box:
+    """A container that counts its removals."""
+
+    removed = 0
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        return arguments, options
+
+    def end_processes(self, timeout_s: float) -> None:
+        return None
+
+    def remove(self, timeout_s: float) -> None:
+        self.removed += 1
+        if timeout_s < 0:
+            raise InfrastructureFault("no")
+
+
+class Boxes:
+    """A runtime of `Box`; the image `bad` does not start."""
+
+    def start(self, image: str, timeout_s: float) -> Box:
+        if image == "bad":
+            raise InfrastructureFault("bad")
+        return Box()
+
+
+def pooled(limit: int, name: str) -> PooledRuntime:
+    return PooledRuntime(Boxes(), name, limit, 60)  # type: ignore[arg-type]
+
+
+def waiters(slots: Slots, number: int) -> None:
+    """Waits until this many threads wait for a place."""
+    while len(slots._queue) < number:
+        time.sleep(0.01)
+
+
+def test_threads_get_places_in_the_order_of_their_requests() -> None:
+    slots, order = Slots(1), []
+    slots.take(60)
+
+    def work(number: int) -> None:
+        slots.take(60)
+        order.append(number)
+        slots.give_back()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        waiters(slots, number + 1)
+    slots.give_back()
+    for thread in threads:
+        thread.join(30)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_no_more_than_the_limit_run_at_once_and_none_waits_for_ever() -> None:
+    runtime, lock, now, most = pooled(3, "limit"), threading.Lock(), [0], [0]
+
+    def work() -> None:
+        for image in ("good", "bad", "good"):
+            try:
+                box = runtime.start(image, 1)
+            except InfrastructureFault:
+                continue
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.002)
+            with lock:
+                now[0] -= 1
+            box.remove(1)
+            box.remove(1)  # a second removal frees no second place
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and most[0] == 3
+
+
+def test_a_container_that_cannot_be_removed_frees_its_place() -> None:
+    runtime = pooled(1, "stuck")
+    with pytest.raises(InfrastructureFault):
+        runtime.start("good", 1).remove(-1)
+    runtime.start("good", 1).remove(1)
+
+
+def test_runtimes_of_a_name_share_the_limit() -> None:
+    first = pooled(1, "shared").start("good", 1)
+    with pytest.raises(InfrastructureFault, match="no container has ended"):
+        pooled(1, "shared")._slots.take(0.2)
+    first.remove(1)
+
+
+def test_waiting_does_not_count_as_time_of_the_step() -> None:
+    slots, clock = Slots(1), Clock()
+    slots.take(60)
+
+    def work() -> None:
+        clock.run_here()
+        slots.take(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    waiters(slots, 1)
+    time.sleep(0.3)
+    slots.give_back()
+    thread.join(30)
+    assert 0.3 <= clock.waited() < 30
+
+
+def test_a_wait_ends_when_the_run_gives_up() -> None:
+    slots, pending, errors = Slots(1), Pending(), []
+    slots.take(60)
+
+    def work() -> None:
+        pending.run_here()
+        try:
+            slots.take(600)
+        except InfrastructureFault as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    waiters(slots, 1)
+    pending.cancel()
+    thread.join(30)
+    assert errors == ["the run gave up waiting for a container"]
+    slots.give_back()
+    slots.take(1)  # the place was not lost

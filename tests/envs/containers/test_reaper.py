@@ -1,0 +1,107 @@
+"""The reaper of containers: removes what a killed owner leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.envs.containers import owner, reaper
+from tests.support import fake_podman
+
+OWNER = """
+import sys, time
+from skyrl_mega.envs.containers.docker import Podman
+runtime = Podman({"program": sys.argv[1], "global_arguments": ["--root=" + sys.argv[2]]})
+container = runtime.start("image", 60)
+print(container.name, flush=True)
+time.sleep(600)
+"""
+"""Program that starts a container and waits."""
+
+
+def started(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """Starts an owner; returns its process, and the name of its container."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, fake_podman.__file__, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def wait_until(condition: object, seconds: float = 30) -> bool:
+    """Waits until a function returns True."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.05)
+    return bool(condition())  # type: ignore[operator]
+
+
+def test_containers_of_a_killed_owner_are_removed_and_no_others(tmp_path: Path) -> None:
+    first, name = started(tmp_path)
+    second, other = started(tmp_path)
+    places = tmp_path / "containers"
+    assert (places / name).exists() and (places / other).exists()
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert wait_until(lambda: not (places / name).exists())
+    late = f"{name}-late"  # a start in flight creates a container after the end of its owner
+    (places / late).write_text("true false 0")
+    (places / f".{late}").write_text(f"skyrl-mega.owner={name.removeprefix('skyrl-mega-').rpartition('-')[0]}")
+    assert wait_until(lambda: not (places / late).exists())
+    assert (places / other).exists()
+    second.kill()
+    second.wait()
+    assert wait_until(lambda: not (places / other).exists())
+
+
+def ignored(pid: int) -> int:
+    """Returns the mask of the signals that a process ignores."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
+
+
+def test_a_reaper_ignores_the_signals_of_a_job_that_ends(tmp_path: Path) -> None:
+    removed = tmp_path / "removed"
+    listing = ["sh", "-c", f"test -e {removed} || echo box"]
+    request = reaper.request_of(os.getpid(), listing, ["sh", "-c", f'echo "$0" > {removed}'])
+    process = subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, request], stdin=subprocess.PIPE)
+    assert wait_until(lambda: ignored(process.pid) & 0x4003 == 0x4003)  # SIGHUP, SIGINT, SIGTERM
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdin is not None and process.poll() is None
+    process.stdin.close()  # the owner ends
+    assert wait_until(lambda: removed.exists() and removed.read_text() == "box\n")
+    process.kill()
+    process.wait()
+
+
+def test_a_failing_listing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "ROUND_S", 0.01)
+    tries, removed = tmp_path / "tries", tmp_path / "removed"
+    listing = ["sh", "-c", f"echo x >> {tries}; test $(wc -l < {tries}) -gt 2 || exit 1; test -e {removed} || echo box"]
+    reaper.remove_all(listing, ["sh", "-c", f"echo $0 > {removed}"], 0.0)
+    assert removed.read_text() == "box\n"
+
+
+def test_a_process_has_one_reaper_for_a_listing() -> None:
+    assert owner.guard(["true"], ["true"])
+    assert not owner.guard(["true"], ["true"])
+    assert owner.guard(["false"], ["true"])
+
+
+def test_a_name_is_dead_if_its_process_was_seen_to_end() -> None:
+    name = owner.owner()
+    pid, start, boot, namespace = name.split("-")
+    assert not owner.is_dead(name) and len(name) <= 63
+    assert owner.is_dead(f"{pid}-{int(start) + 1}-{boot}-{namespace}")
+    assert not owner.is_dead(f"{pid}-{int(start) + 1}-{boot}-1")
+    assert not owner.is_dead(f"{pid}-{int(start) + 1}-{'0' * len(boot)}-{namespace}")
+    assert not owner.is_dead("mine")
