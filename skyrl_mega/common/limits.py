@@ -5,6 +5,8 @@ from __future__ import annotations
 
 ENVIRONMENT_WORKERS = 64
 """Default of `environment.workers`: concurrent environment calls."""
+CONTAINERS = 64
+"""Default of the option `containers`: concurrent containers of each process that runs trajectories."""
 SYNC_BUCKETS = 3
 """Maximum number of weight sync buckets per process: sent, received and forwarded together."""
 ENGINE_STEP_TOKENS = 8192

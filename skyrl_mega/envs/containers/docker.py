@@ -8,6 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
@@ -319,6 +320,18 @@ class CommandLineContainer:
         ran = self.runtime.command(["rm", "--force", "--volumes", self.name], timeout_s)
         if ran.status != "ok" and b"no such container" not in ran.stderr.lower():
             raise InfrastructureFault(f"the container {self.name} cannot be removed: {_last_line(ran) or ran.status}")
+
+    def process(self) -> int:
+        """Returns the process id, on this machine, of process 1 of the container.
+
+        Raises:
+            InfrastructureFault: The container does not run, or runs on another machine.
+        """
+        ran = self.runtime.command(["container", "inspect", "--format", "{{.State.Pid}}", self.name])
+        number = ran.stdout.decode(errors="replace").strip()
+        if not number.isdecimal() or int(number) == 0 or not Path(f"/proc/{number}").exists():
+            raise InfrastructureFault(f"the container {self.name} has no process here: {_last_line(ran) or number}")
+        return int(number)
 
     def _explain(self, ran: CommandOutput) -> CommandOutput:
         """Returns the result of a command whose exit code may be the client's own.

@@ -7,17 +7,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
+from skyrl_mega.common.limits import CONTAINERS
 from skyrl_mega.envs import event_loop
-from skyrl_mega.envs.containers.runtime import CommandOutput, Container, Runtime
+from skyrl_mega.envs.containers.runtime import Container, Runtime
 from skyrl_mega.envs.faults import InfrastructureFault
-from skyrl_mega.envs.options import Option, whole
+from skyrl_mega.envs.options import Option, number, whole
 from skyrl_mega.envs.waiting import waiting
 
 OPTIONS: Mapping[str, Option] = {
-    "containers": whole(64, "containers at once, for each process that runs trajectories; others wait", low=1),
+    "containers": whole(CONTAINERS, "containers at once, for each process that runs trajectories; others wait", low=1),
+    "pull_timeout_s": number(1800.0, "for the pull of an image", above=0, high=86400),
 }
 """Options of the pool, beside the options of the runtime."""
 MARGIN_S = 300.0
@@ -85,75 +86,81 @@ class Slots:
                 self._free += 1
 
 
-class PooledRuntime:
-    """A runtime with a limit of containers at once for this process. Satisfies the contract `Runtime`.
+class Pool:
+    """A runtime with a limit of containers at once for this process.
 
     Args:
         runtime: The runtime that starts the containers.
-        name: Name of the runtime; runtimes of a name share the limit.
+        name: Name of the runtime; pools of a name and a limit share the places.
         limit: Maximum number of containers.
         lifetime_s: Seconds after which a container ends by itself.
+        pull_timeout_s: Time limit of a pull in seconds.
     """
 
-    def __init__(self, runtime: Runtime, name: str, limit: int, lifetime_s: float) -> None:
-        self.runtime, self._patience_s = runtime, lifetime_s + MARGIN_S
+    def __init__(self, runtime: Runtime, name: str, limit: int, lifetime_s: float, pull_timeout_s: float) -> None:
+        self.runtime, self._patience_s, self._pull_timeout_s = runtime, lifetime_s + MARGIN_S, pull_timeout_s
         self._slots = _slots.setdefault((os.getpid(), name, limit), Slots(limit))
 
     def check(self, key: str) -> None:
         """Checks that the runtime works on this machine (`Runtime.check`)."""
         self.runtime.check(key)
 
-    def pull(self, image: str, timeout_s: float) -> None:
-        """Makes the image available (`Runtime.pull`); counts as waiting."""
+    def pull(self, image: str) -> None:
+        """Makes the image available within `pull_timeout_s` (`Runtime.pull`); counts as waiting."""
         with waiting():
-            self.runtime.pull(image, timeout_s)
+            self.runtime.pull(image, self._pull_timeout_s)
 
-    def start(self, image: str, timeout_s: float) -> PooledContainer:
-        """Waits for a place and starts a container (`Runtime.start`).
+    def place(self) -> Place:
+        """Returns a place for the containers of a trajectory, one after the other. No wait yet."""
+        return Place(self)
 
-        Args:
-            image: An available image.
-            timeout_s: Time limit of the start in seconds, without the wait for a place.
+    def take(self) -> None:
+        """Waits until one more container may start. `give_back` must follow.
 
         Raises:
-            InfrastructureFault: The container does not start, or no container has ended for more than a lifetime.
+            InfrastructureFault: No container has ended for more than a lifetime, or the run gave up on the step.
         """
         self._slots.take(self._patience_s)
-        try:
-            return PooledContainer(self.runtime.start(image, timeout_s), self._slots)
-        except BaseException:
-            self._slots.give_back()
-            raise
+
+    def give_back(self) -> None:
+        """Lets the next container start."""
+        self._slots.give_back()
 
 
-class PooledContainer:
-    """A container that occupies a place of the pool until its removal.
+class Place:
+    """The right to one container at a time, for the length of a trajectory: the policy's container, then containers for
+    the tests. Trajectories that hold a place never wait for each other.
 
-    Attributes:
-        container: The container of the runtime.
+    Args:
+        pool: The pool.
     """
 
-    def __init__(self, container: Container, slots: Slots) -> None:
-        self.container = container
-        self._slots: Slots | None = slots
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._taken = pool, False
 
-    def run(self, argv: Sequence[str], timeout_s: float, **arguments: Any) -> CommandOutput:
-        """Runs a program in the container (`Container.run`)."""
-        return self.container.run(argv, timeout_s, **arguments)
+    def start(self, image: str, timeout_s: float) -> Container:
+        """Pulls the image, if it is missing, and starts a container. The first call waits for the place. The caller
+        removes the container before the next start, and before `close`.
 
-    def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the container (`Container.end_processes`)."""
-        self.container.end_processes(timeout_s)
+        Args:
+            image: Name of the image.
+            timeout_s: Time limit of the start in seconds, without the pull and the wait for the place.
 
-    def remove(self, timeout_s: float) -> None:
-        """Removes the container and frees its place; may be called again. A container that cannot be removed frees its
-        place too: its lifetime ends the container."""
-        try:
-            self.container.remove(timeout_s)
-        finally:
-            slots, self._slots = self._slots, None
-            if slots is not None:
-                slots.give_back()
+        Raises:
+            UserError: There is no such image.
+            InfrastructureFault: The container does not start.
+        """
+        if not self._taken:
+            self._pool.take()
+            self._taken = True
+        self._pool.pull(image)
+        return self._pool.runtime.start(image, timeout_s)
+
+    def close(self) -> None:
+        """Gives the place back; may be called again, and before the first start."""
+        if self._taken:
+            self._taken = False
+            self._pool.give_back()
 
 
 _slots: dict[tuple[int, str, int], Slots] = {}

@@ -12,8 +12,8 @@ from typing import Any
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser, integer, path_of, print_error
-from skyrl_mega.envs.containers.pool import PooledRuntime
-from skyrl_mega.envs.containers.registry import RUNTIMES, make_runtime
+from skyrl_mega.envs.containers.pool import Pool
+from skyrl_mega.envs.containers.registry import RUNTIMES, make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 
 COMMAND_S = 120.0
@@ -35,9 +35,6 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("images", nargs="*", metavar="IMAGE", help="name of an image")
         command.add_argument("--runtime", choices=RUNTIMES, default="podman", help="runtime (default: %(default)s)")
         command.add_argument("--options", default="{}", help="options of the runtime as JSON, as in session_options")
-        command.add_argument(
-            "--timeout-s", type=integer(1, 86400), default=1800, help="seconds for a pull (default: %(default)s)"
-        )
     return root
 
 
@@ -48,14 +45,14 @@ def run(arguments: Sequence[str]) -> int:
         UserError: An argument is wrong, or the runtime does not work on this machine.
     """
     chosen = parser().parse_args(arguments)
-    runtime = make_runtime(chosen.runtime, _options(chosen.options), "--options")
-    runtime.check("--options")
+    pool = make_pool(chosen.runtime, _options(chosen.options), "--options")
+    pool.check("--options")
     names = list(dict.fromkeys([*chosen.images, *(images_of(chosen.tasks) if getattr(chosen, "tasks", None) else ())]))
     if not names:
         raise UserError("no image is named", fix="name an image, or with --tasks a folder of tasks with images")
 
     def work(image: str) -> str | None:
-        return _report(runtime, image, chosen)
+        return _report(pool, image, chosen)
 
     with ThreadPoolExecutor(getattr(chosen, "at_once", 1)) as threads:
         faults = [fault for fault in threads.map(work, names) if fault is not None]
@@ -79,13 +76,13 @@ def images_of(tasks: Path) -> Iterator[str]:
             yield image
 
 
-def _report(runtime: PooledRuntime, image: str, chosen: argparse.Namespace) -> str | None:
+def _report(pool: Pool, image: str, chosen: argparse.Namespace) -> str | None:
     """Pulls or checks an image and prints the time; returns the reason of a failure, or None."""
     start = time.monotonic()
     try:
-        runtime.pull(image, chosen.timeout_s)
+        pool.pull(image)
         if chosen.command == "check":
-            container = runtime.start(image, COMMAND_S)
+            container = pool.runtime.start(image, COMMAND_S)
             try:
                 container.run(["sh", "-c", ":"], COMMAND_S)
             finally:

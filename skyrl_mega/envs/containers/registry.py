@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import pool
-from skyrl_mega.envs.containers.pool import PooledRuntime
+from skyrl_mega.envs.containers.pool import Pool
 from skyrl_mega.envs.containers.runtime import Runtime
 from skyrl_mega.envs.options import Option, filled
 
@@ -45,8 +45,8 @@ def options_of(name: str, key: str) -> Mapping[str, Option]:
     return {**runtime_class(name, key).OPTIONS, **pool.OPTIONS}
 
 
-def make_runtime(name: str, options: Mapping[str, Any], key: str) -> PooledRuntime:
-    """Returns a runtime with a limit of containers at once.
+def make_pool(name: str, options: Mapping[str, Any], key: str) -> Pool:
+    """Returns the containers of a runtime, with a limit of containers at once.
 
     Args:
         name: A name in `RUNTIMES`.
@@ -60,4 +60,5 @@ def make_runtime(name: str, options: Mapping[str, Any], key: str) -> PooledRunti
     chosen = filled(key, options, options_of(name, key))
     own = {option: value for option, value in chosen.items() if option in cls.OPTIONS}
     cls.check_options(own, key)
-    return PooledRuntime(cls(own), name, int(chosen["containers"]), float(chosen["lifetime_s"]))
+    limits = (float(chosen[option]) for option in ("lifetime_s", "pull_timeout_s"))
+    return Pool(cls(own), name, int(chosen["containers"]), *limits)

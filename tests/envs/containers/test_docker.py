@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers.docker import CommandLineContainer, Docker, Podman
-from skyrl_mega.envs.containers.registry import make_runtime
+from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 from tests.support import fake_podman
 
@@ -182,15 +182,16 @@ def test_a_machine_without_a_working_client_is_refused(tmp_path: Path, options: 
 
 def test_arguments_set_by_the_runtime_are_refused() -> None:
     with pytest.raises(UserError, match=r"key.arguments = --name=x"):
-        make_runtime("podman", {"arguments": ["--name=x"]}, "key")
+        make_pool("podman", {"arguments": ["--name=x"]}, "key")
     with pytest.raises(UserError, match=r"allowed: podman, docker"):
-        make_runtime("rkt", {}, "key")
+        make_pool("rkt", {}, "key")
     with pytest.raises(UserError, match=r"key.memory: there is no such option; did you mean memory_mib"):
-        make_runtime("podman", {"memory": 3}, "key")
+        make_pool("podman", {"memory": 3}, "key")
 
 
 def test_an_image_is_pulled_once(tmp_path: Path, options: dict[str, Any]) -> None:
-    runtime = make_runtime("podman", options, "key")
+    place = make_pool("podman", options, "key").place()
     for _ in range(2):
-        runtime.pull("registry/image:1", 60)
+        place.start("registry/image:1", 60).remove(60)
     assert calls(tmp_path, "pull") == [["--quiet", "registry/image:1"]]
+    place.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.envs.containers.docker import CommandLineContainer, Podman
-from skyrl_mega.envs.containers.registry import make_runtime
+from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 from tests.support.containers import IMAGE, podman, podman_options, remove_store
 
@@ -211,23 +211,22 @@ def test_containers_of_an_owner_killed_with_its_reaper_are_removed_by_the_next_o
 
 
 @pytest.mark.nightly
-def test_waiting_containers_start_in_order(options: dict[str, Any]) -> None:
-    runtime = make_runtime("podman", {**options, "containers": 2}, "key")
-    order: list[int] = []
+def test_ten_trajectories_share_two_places(options: dict[str, Any]) -> None:
+    pool, most, lock = make_pool("podman", {**options, "containers": 2}, "key"), [0], threading.Lock()
 
-    def work(number: int) -> None:
-        container = runtime.start(IMAGE, 60)
-        order.append(number)
-        container.remove(60)
+    def work() -> None:
+        place = pool.place()
+        for _ in range(2):
+            container = place.start(IMAGE, 60)
+            with lock:
+                most[0] = max(most[0], len(names(options)))
+            assert container.run(["sh", "-c", ":"], 30).status == "ok"
+            container.remove(60)
+        place.close()
 
-    first = [runtime.start(IMAGE, 60) for _ in range(2)]
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=work) for _ in range(10)]
     for thread in threads:
         thread.start()
-        time.sleep(0.2)
-    assert order == []
-    first[0].remove(60)
     for thread in threads:
-        thread.join(60)
-    first[1].remove(60)
-    assert order == [0, 1, 2]
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads) and most[0] <= 2 and names(options) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.envs.containers.pool import PooledRuntime, Slots
+from skyrl_mega.envs.containers.pool import Pool, Slots
 from skyrl_mega.envs.event_loop import Pending
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.waiting import Clock
@@ -34,14 +34,17 @@ class Box:
 class Boxes:
     """A runtime of `Box`; the image `bad` does not start."""
 
+    def pull(self, image: str, timeout_s: float) -> None:
+        return None
+
     def start(self, image: str, timeout_s: float) -> Box:
         if image == "bad":
             raise InfrastructureFault("bad")
         return Box()
 
 
-def pooled(limit: int, name: str) -> PooledRuntime:
-    return PooledRuntime(Boxes(), name, limit, 60)  # type: ignore[arg-type]
+def pool_of(limit: int, name: str) -> Pool:
+    return Pool(Boxes(), name, limit, 60, 60)  # type: ignore[arg-type]
 
 
 def waiters(slots: Slots, number: int) -> None:
@@ -70,22 +73,25 @@ def test_threads_get_places_in_the_order_of_their_requests() -> None:
 
 
 def test_no_more_than_the_limit_run_at_once_and_none_waits_for_ever() -> None:
-    runtime, lock, now, most = pooled(3, "limit"), threading.Lock(), [0], [0]
+    pool, lock, now, most = pool_of(3, "limit"), threading.Lock(), [0], [0]
 
     def work() -> None:
-        for image in ("good", "bad", "good"):
-            try:
-                box = runtime.start(image, 1)
-            except InfrastructureFault:
-                continue
-            with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            time.sleep(0.002)
-            with lock:
-                now[0] -= 1
-            box.remove(1)
-            box.remove(1)  # a second removal frees no second place
+        for images in (["good", "good", "good"], ["bad", "good"], ["good", "bad"]):
+            place = pool.place()
+            for image in images:
+                try:
+                    box = place.start(image, 1)
+                except InfrastructureFault:
+                    continue
+                with lock:
+                    now[0] += 1
+                    most[0] = max(most[0], now[0])
+                time.sleep(0.002)
+                with lock:
+                    now[0] -= 1
+                box.remove(1)
+            place.close()
+            place.close()  # a second close frees no second place
 
     threads = [threading.Thread(target=work) for _ in range(12)]
     for thread in threads:
@@ -95,18 +101,27 @@ def test_no_more_than_the_limit_run_at_once_and_none_waits_for_ever() -> None:
     assert not any(thread.is_alive() for thread in threads) and most[0] == 3
 
 
-def test_a_container_that_cannot_be_removed_frees_its_place() -> None:
-    runtime = pooled(1, "stuck")
-    with pytest.raises(InfrastructureFault):
-        runtime.start("good", 1).remove(-1)
-    runtime.start("good", 1).remove(1)
+def test_a_trajectory_keeps_its_place_between_its_containers() -> None:
+    pool = pool_of(1, "kept")
+    place = pool.place()
+    place.start("good", 1).remove(1)
+    other = threading.Thread(target=pool.take)
+    other.start()
+    waiters(pool._slots, 1)
+    place.start("good", 1).remove(1)  # although another trajectory waits
+    assert other.is_alive()
+    place.close()
+    other.join(30)
+    assert not other.is_alive()
+    pool.give_back()
 
 
-def test_runtimes_of_a_name_share_the_limit() -> None:
-    first = pooled(1, "shared").start("good", 1)
+def test_pools_of_a_name_share_the_limit() -> None:
+    place = pool_of(1, "shared").place()
+    place.start("good", 1)
     with pytest.raises(InfrastructureFault, match="no container has ended"):
-        pooled(1, "shared")._slots.take(0.2)
-    first.remove(1)
+        pool_of(1, "shared")._slots.take(0.2)
+    place.close()
 
 
 def test_waiting_does_not_count_as_time_of_the_step() -> None:
