@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.schema import (
     AsynchronyConfig,
     Config,
@@ -162,7 +163,7 @@ ROUNDING = 1e-9
 def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
     """Returns the maximum number of concurrent trajectories and environments: the trajectories of a step, with
     `asynchrony.mode=full` of this step and `max_staleness` steps ahead, prompts of `dynamic_sampling.oversample`
-    included. At most `environment.slots`, even with an evaluation.
+    included. At most as many as environments may be open (`environment_slots`), even with an evaluation.
 
     Args:
         config: The settings.
@@ -174,7 +175,8 @@ def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
     steps = asynchrony.max_staleness + 1 if asynchrony.mode == "full" else 1
     trained = prompts * config.data.samples_per_prompt * min(steps, config.run.steps or steps)
     most = trained + evaluated if asynchrony.mode != "off" else max(trained, evaluated)
-    return most if config.environment.slots is None else min(most, config.environment.slots)
+    slots = environment_slots(config.environment)
+    return most if slots is None else min(most, slots)
 
 
 def cutoff_note(config: Config) -> str | None:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
+from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.derived import CACHE_FILL, eager, engine_ranks, fused, generates_ahead, planned_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
@@ -192,8 +193,9 @@ def _round_times(
     """
     per_engine = -(-sequences // config.rollout.engines)
     full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
-    if config.environment.slots is not None:
-        full = min(full, config.environment.slots / config.rollout.engines)
+    slots = environment_slots(config.environment)
+    if slots is not None:
+        full = min(full, slots / config.rollout.engines)
     prompt = max(0.0, sizes.mean - sizes.generated)
     prefill = per_engine * prompt * prefill_time(config, decoder, prompt)
     continuous = generates_ahead(config.asynchrony) and config.asynchrony.mode == "full"
@@ -208,9 +210,7 @@ def _round_times(
         + sequences * config.cluster.rates.trajectory_us * 1e-6
     )
     calls = (
-        sequences
-        * trajectories.environment_s
-        / min(config.environment.workers, config.environment.slots or config.environment.workers)
+        sequences * trajectories.environment_s / min(config.environment.workers, slots or config.environment.workers)
     )
     return engines, max(0.0 if continuous else trajectories.waiting(tail), calls - engines)
 

@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
+from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent.agent_factory import AgentFactory
@@ -74,7 +75,7 @@ class Generator:
         self.lockstep = lockstep
         self.timeline, self.counts_are_read = timeline or Timeline(), timeline is not None
         self.threads = EnvPool(environments.workers, self.timeline.calls)
-        self.slots = Slots(environments.slots)
+        self.slots = Slots(environment_slots(environments))
         self.workers = workers
         self.spans: list[Span] | None = None
         """Records calls of environments; None records nothing."""

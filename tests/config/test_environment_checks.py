@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_environment
+from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.derived import on_driver_node, share_of
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
+from skyrl_mega.envs.containers import pool
 
 
 def refused(deterministic: bool = False, **settings: int) -> str:
@@ -29,6 +33,25 @@ def test_waves_are_of_one_process_and_of_all_that_are_open() -> None:
     assert "run.deterministic=false" in refused(deterministic=True, processes=1)
     assert refused(deterministic=True, slots=64).startswith("environment.slots = 64: ")
     check_environment(Config(run=RunConfig(deterministic=True)))
+
+
+def open_at_once(processes: int = 0, slots: int | None = None, **options: Any) -> int | None:
+    return environment_slots(EnvironmentConfig(processes=processes, slots=slots, options=options))
+
+
+def test_no_more_environments_are_open_than_there_are_containers() -> None:
+    swe = {"session": "podman", "session_options": {"containers": 5}}
+    assert open_at_once(swe=swe) == 5
+    assert open_at_once(swe=swe, processes=3) == 15
+    assert open_at_once(swe=swe, slots=4) == 4
+    assert open_at_once(swe={"session": "podman"}) == pool.OPTIONS["containers"].default
+    assert open_at_once(harness={"container": "podman", "container_options": {"containers": 3}}, swe=swe) == 3
+    assert open_at_once(harness={"reward": "swe", "reward_options": swe}) == 5
+    assert open_at_once(swe={"session": "local"}) is None
+    assert open_at_once(swe={"session": "mine:Session"}, slots=9) == 9
+    config = Config(run=RunConfig(deterministic=True), environment=EnvironmentConfig(options={"swe": swe}))
+    with pytest.raises(UserError, match=r"containers at once are limited; give run.deterministic=false"):
+        check_environment(config)
 
 
 @pytest.mark.parametrize(("total", "among"), [(64, 2), (64, 3), (7, 4), (2, 5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from skyrl_mega.config.checks.engines import check_engines, check_topology
+from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.derived import (
     DETERMINISTIC,
     critic_ranks,
@@ -87,7 +88,7 @@ def check_deterministic(c: Config) -> Refusals:
 @raising
 def check_environment(c: Config) -> Refusals:
     """Raises a UserError for more rollout workers than slots or threads, two environments for the same rows, or a
-    deterministic run with rollout workers or limited slots."""
+    deterministic run with rollout workers, limited slots or containers."""
     yield from c.environment.refusals()
     waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
     fix = "leave it out, or give run.deterministic=false"
@@ -95,6 +96,8 @@ def check_environment(c: Config) -> Refusals:
         yield "environment.processes", f"{waves}, in one process", fix
     if c.run.deterministic and c.environment.slots is not None:
         yield "environment.slots", f"{waves}, so that all have to be open", fix
+    elif c.run.deterministic and environment_slots(c.environment) is not None:
+        yield "run.deterministic", f"{waves}, and containers at once are limited", "give run.deterministic=false"
 
 
 @raising

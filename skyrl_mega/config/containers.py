@@ -1,0 +1,34 @@
+"""Limit of open environments, if environments run in containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_mega.common.limits import CONTAINERS
+
+if TYPE_CHECKING:
+    from skyrl_mega.config.schema import EnvironmentConfig
+
+
+def environment_slots(environment: EnvironmentConfig) -> int | None:
+    """Returns the maximum number of open environments; None for no limit.
+
+    The limit is `environment.slots`. With containers, it is at most the number of containers of all processes that run
+    trajectories: an open environment has a container, and must not wait for another environment to end.
+    """
+    limits = [containers * max(1, environment.processes) for containers in _containers(environment.options)]
+    return min([*limits, *([environment.slots] if environment.slots is not None else [])], default=None)
+
+
+def _containers(options: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the option `containers` of each environment that runs in containers."""
+    swe, harness = options.get("swe") or {}, options.get("harness") or {}
+    judged = harness.get("reward_options") or {}
+    for runtime, chosen in (
+        (swe.get("session"), swe.get("session_options")),
+        (harness.get("container"), harness.get("container_options")),
+        (judged.get("session"), judged.get("session_options")),
+    ):
+        if runtime and runtime != "local" and ":" not in runtime:  # a class of the user has limits of its own
+            yield int((chosen or {}).get("containers", CONTAINERS))
