@@ -256,6 +256,9 @@ class CommandLineContainer:
     def __init__(self, runtime: CommandLineRuntime, name: str) -> None:
         self.runtime, self.name = runtime, name
         self._lifetime_over = time.monotonic() + float(runtime.options["lifetime_s"])
+        self._memory_kills = memory_kills()
+        self._result_of_all: CommandOutput | None = None
+        """Result of every command after an end caused by the policy."""
 
     def run(
         self,
@@ -286,11 +289,12 @@ class CommandLineContainer:
         )
         if ran.status in ("timeout", "output"):
             self.end_processes(COMMAND_S)
-            return ran
+            return self._result_of_all or ran
         if ran.exit is None:
             raise InfrastructureFault(f"{self.runtime.PROGRAM} exec was killed")
         if ran.exit == SIGKILLED or (ran.exit != 0 and ERROR.search(ran.stderr[-4096:])):
-            return self._explain(ran)
+            ran = self._explain(ran)
+        self._memory_kills = memory_kills()
         return ran
 
     def end_processes(self, timeout_s: float) -> None:
@@ -358,6 +362,13 @@ class CommandLineContainer:
         Raises:
             InfrastructureFault: The container was ended from outside.
         """
+        if self._result_of_all is None:
+            reason = self._reason_of_end()
+            if reason is not None:
+                self._result_of_all = CommandOutput("failed", None, b"", f"the container ended: {reason}".encode())
+        return self._result_of_all
+
+    def _reason_of_end(self) -> str | None:
         shown = "{{.State.Running}} {{.State.OOMKilled}} {{.State.ExitCode}}"
         ran = self.runtime.command(["container", "inspect", "--format", shown, self.name])
         words = ran.stdout.decode(errors="replace").split()
@@ -365,13 +376,24 @@ class CommandLineContainer:
             raise InfrastructureFault(f"the container {self.name} is gone: {_last_line(ran) or ran.status}")
         if words[0] == "true":
             return None
-        if words[1] == "true":
-            return CommandOutput("failed", None, b"", b"the container ended: its processes used too much memory")
+        if words[1] == "true" or (words[2] == str(SIGKILLED) and memory_kills() > self._memory_kills):
+            return "its processes used too much memory"
         if words[2] == str(SIGKILLED):
             raise InfrastructureFault(f"the container {self.name} was killed from outside")
         if time.monotonic() > self._lifetime_over - 1:
             raise InfrastructureFault(f"the container {self.name} ended after its lifetime_s")
-        return CommandOutput("failed", None, b"", f"the container ended with exit code {words[2]}".encode())
+        return f"process 1 ended with exit code {words[2]}"
+
+
+def memory_kills() -> int:
+    """Returns the number of processes that the kernel has killed for memory since the start of this machine, whether a
+    container or the machine was out of memory; 0 if unknown.
+
+    Podman does not always notice that process 1 was killed for memory. A machine that is itself out of memory kills
+    large processes first, and process 1 of a container is the smallest.
+    """
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
+    return int(found[1]) if found else 0
 
 
 def _refuse_arguments(words: Sequence[str]) -> CommandOutput | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers import docker
 from skyrl_mega.envs.containers.docker import CommandLineContainer, Docker, Podman
 from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -125,6 +126,15 @@ def test_whose_fault_the_end_of_a_container_is(
         with pytest.raises(InfrastructureFault, match=fault):
             container.end_processes(30)
     container.remove(30)
+
+
+def test_a_kill_for_memory_that_the_client_did_not_notice_is_the_policys(
+    tmp_path: Path, container: CommandLineContainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "containers" / container.name).write_text("false false 137")
+    monkeypatch.setattr(docker, "memory_kills", lambda: container._memory_kills + 1)
+    assert [container.run(["true"], 30).exit for _ in range(2)] == [None, None]
+    assert b"too much memory" in container.run(["true"], 30).stderr
 
 
 def test_the_end_of_the_lifetime_is_a_fault(

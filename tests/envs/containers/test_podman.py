@@ -131,6 +131,19 @@ def test_a_killed_container_is_a_fault_and_an_ended_one_is_the_policys(options: 
 
 
 @pytest.mark.nightly
+def test_a_container_without_memory_is_the_policys_fault(options: dict[str, Any]) -> None:
+    container = Podman({**options, "memory_mib": 40}).start(IMAGE, 60)
+    hoard = (
+        "echo 1000 > /proc/1/oom_score_adj; for i in 1 2 3 4 5 6; do dd if=/dev/zero of=/dev/shm/$i bs=1M count=9; done"
+    )
+    ran = shell(container, hoard)
+    assert (ran.status, ran.exit) == ("failed", None) and b"too much memory" in ran.stderr
+    assert shell(container, ":").exit is None
+    container.end_processes(30)
+    container.remove(60)
+
+
+@pytest.mark.nightly
 def test_a_container_ends_after_its_lifetime(options: dict[str, Any]) -> None:
     container = Podman({**options, "lifetime_s": 10}).start(IMAGE, 60)
     time.sleep(11)
