@@ -12,19 +12,26 @@ programs of a container as plain processes.
 """
 
 import json
-import subprocess
+import os
 import sys
 import time
-from pathlib import Path
-from urllib.parse import quote
 
 
-def prepared(folder: Path, subcommand: str) -> dict | None:
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def write(path: str, text: str, mode: str = "w") -> None:
+    with open(path, mode) as file:
+        file.write(text)
+
+
+def prepared(path: str) -> dict | None:
     """Takes the next prepared answer of a subcommand."""
-    path = folder / "answers" / subcommand
-    answers = json.loads(path.read_text()) if path.exists() else []
+    answers = json.loads(read(path)) if os.path.exists(path) else []
     if answers:
-        path.write_text(json.dumps(answers[1:]))
+        write(path, json.dumps(answers[1:]))
         return answers[0]
     return None
 
@@ -33,71 +40,71 @@ def value(words: list[str], name: str) -> str:
     return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
 
-def main(folder: Path, subcommand: str, words: list[str]) -> int:
-    for name in ("containers", "images", "answers"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    with open(folder / "log", "a") as log:
-        log.write(json.dumps([subcommand, *words]) + "\n")
-    answer = prepared(folder, subcommand)
+def main(folder: str, subcommand: str, words: list[str]) -> int:
+    write(f"{folder}/log", json.dumps([subcommand, *words]) + "\n", "a")
+    answer = prepared(f"{folder}/answers/{subcommand}")
     if answer is not None:
         time.sleep(answer.get("seconds", 0))
         sys.stdout.write(answer.get("stdout", ""))
         sys.stderr.write(answer.get("stderr", ""))
         if answer.get("exit") is not None:
             return answer["exit"]
-    containers = folder / "containers"
+    containers = f"{folder}/containers"
+    for name in (containers, f"{folder}/images"):
+        os.makedirs(name, exist_ok=True)
     if subcommand == "info":
         print("{}")
     elif subcommand == "run":
-        (containers / value(words, "--name")).write_text("true false 0")
-        (containers / f".{value(words, '--name')}").write_text(value(words, "--label"))
+        write(f"{containers}/{value(words, '--name')}", "true false 0")
+        write(f"{containers}/.{value(words, '--name')}", value(words, "--label"))
     elif subcommand == "ps":
         label = words[words.index("--filter") + 1].removeprefix("label=")
-        for entry in containers.glob(".*"):
-            if entry.read_text().startswith(label):
-                print(entry.name[1:])
+        for name in os.listdir(containers):
+            if name.startswith(".") and read(f"{containers}/{name}").startswith(label):
+                print(name[1:])
     elif subcommand == "rm":
         for name in words:
-            for path in (containers / name, containers / f".{name}"):
-                path.unlink(missing_ok=True)
+            for path in (f"{containers}/{name}", f"{containers}/.{name}"):
+                if os.path.exists(path):
+                    os.unlink(path)
     elif subcommand in ("container", "exec"):
         return in_container(containers, subcommand, words)
     elif subcommand in ("image", "pull", "rmi"):
-        return image(folder / "images" / quote(words[-1], safe=""), subcommand)
+        return image(f"{folder}/images/{words[-1].replace('/', '%')}", subcommand)
     return 0
 
 
-def in_container(containers: Path, subcommand: str, words: list[str]) -> int:
+def in_container(containers: str, subcommand: str, words: list[str]) -> int:
     if words[0] == "prune":
         return 0
     place = next(number for number, word in enumerate(words) if word.startswith("skyrl-mega-"))
-    path = containers / words[place]
-    if not path.exists():
-        sys.stderr.write(f"Error: no such container {path.name}\n")
+    path = f"{containers}/{words[place]}"
+    if not os.path.exists(path):
+        sys.stderr.write(f"Error: no such container {words[place]}\n")
         return 125
     if subcommand == "container":
-        print(path.read_text())
+        print(read(path))
         return 0
-    if not path.read_text().startswith("true"):
+    if not read(path).startswith("true"):
         sys.stderr.write("Error: can only create exec sessions on running containers: container state improper\n")
         return 255
-    if words[-1] == "kill -9 -1":
+    if words[-1] == "kill -9 -1":  # never run here: it would kill all processes of this machine
         return 0
-    return subprocess.run(words[place + 1 :], check=False).returncode
+    os.execvp(words[place + 1], words[place + 1 :])
 
 
-def image(path: Path, subcommand: str) -> int:
+def image(path: str, subcommand: str) -> int:
     if subcommand == "pull":
-        path.write_text(f"id-{path.name} 1000")
-    elif not path.exists():
+        write(path, f"id-{os.path.basename(path)} 1000")
+    elif not os.path.exists(path):
         sys.stderr.write("Error: no such image\n")
         return 125
     elif subcommand == "rmi":
-        path.unlink()
+        os.unlink(path)
     else:
-        print(path.read_text())
+        print(read(path))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1].removeprefix("--root=")), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1].removeprefix("--root="), sys.argv[2], sys.argv[3:]))

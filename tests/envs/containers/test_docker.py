@@ -27,8 +27,12 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def container(options: dict[str, Any]) -> CommandLineContainer:
-    return Podman(options).start("image", 60)
+def container(tmp_path: Path, options: dict[str, Any]) -> CommandLineContainer:
+    """Returns a running container, without the calls of a start."""
+    running = CommandLineContainer(Podman(options), "skyrl-mega-1")
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / running.name).write_text("true false 0")
+    return running
 
 
 def prepare(folder: Path, subcommand: str, *answers: dict[str, Any]) -> None:
@@ -171,7 +175,7 @@ def test_containers_of_ended_owners_are_removed_at_the_first_start(tmp_path: Pat
     ]
     for other in others:
         (tmp_path / "containers" / f".{other}").write_text("skyrl-mega.owner=x")
-    again = Podman({**options, "program": shutil.copy(PROGRAM, tmp_path / "podman")})
+    again = Podman({**options, "program": str(shutil.copy(PROGRAM, tmp_path / "podman"))})
     again.start("image", 60)
     assert calls(tmp_path, "rm") == [["--force", "--volumes", others[0]]]
     assert calls(tmp_path, "container")[-1][0] == "prune"
