@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers.pool import Slots
+from skyrl_mega.envs.containers.pool import TurnQueue
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 
@@ -216,4 +216,4 @@ def _reports(text: str) -> Iterator[None]:
         ended.set()
 
 
-_pulls = Slots(PULLS_AT_ONCE)
+_pulls = TurnQueue(PULLS_AT_ONCE)

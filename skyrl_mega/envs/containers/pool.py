@@ -25,7 +25,7 @@ MARGIN_S = 300.0
 """Seconds added to the lifetime of a container, after which a slot must have become free."""
 
 
-class Slots:
+class TurnQueue:
     """A number of equal places, given to threads in the order of their requests.
 
     Args:
@@ -86,7 +86,7 @@ class Slots:
                 self._free += 1
 
 
-class Pool:
+class ContainerPool:
     """A runtime with a limit of containers at once for this process.
 
     Args:
@@ -99,7 +99,7 @@ class Pool:
 
     def __init__(self, runtime: Runtime, name: str, limit: int, lifetime_s: float, pull_timeout_s: float) -> None:
         self.runtime, self._patience_s, self._pull_timeout_s = runtime, lifetime_s + MARGIN_S, pull_timeout_s
-        self._slots = _slots.setdefault((os.getpid(), name, limit), Slots(limit))
+        self._slots = _slots.setdefault((os.getpid(), name, limit), TurnQueue(limit))
 
     def check(self, key: str) -> None:
         """Checks that the runtime works on this machine (`Runtime.check`)."""
@@ -110,9 +110,9 @@ class Pool:
         with waiting():
             self.runtime.pull(image, self._pull_timeout_s)
 
-    def place(self) -> Place:
+    def place(self) -> ContainerPlace:
         """Returns a place for the containers of a trajectory, one after the other. No wait yet."""
-        return Place(self)
+        return ContainerPlace(self)
 
     def take(self) -> None:
         """Waits until one more container may start. `give_back` must follow.
@@ -127,7 +127,7 @@ class Pool:
         self._slots.give_back()
 
 
-class Place:
+class ContainerPlace:
     """The right to one container at a time, for the length of a trajectory: the policy's container, then containers for
     the tests. Trajectories that hold a place never wait for each other.
 
@@ -135,7 +135,7 @@ class Place:
         pool: The pool.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ContainerPool) -> None:
         self._pool, self._taken = pool, False
 
     def start(self, image: str, timeout_s: float) -> Container:
@@ -163,4 +163,4 @@ class Place:
             self._pool.give_back()
 
 
-_slots: dict[tuple[int, str, int], Slots] = {}
+_slots: dict[tuple[int, str, int], TurnQueue] = {}

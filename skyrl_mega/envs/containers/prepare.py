@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser, integer, path_of, print_error
-from skyrl_mega.envs.containers.pool import Pool
+from skyrl_mega.envs.containers.pool import ContainerPool
 from skyrl_mega.envs.containers.registry import RUNTIMES, make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 
@@ -76,7 +76,7 @@ def images_of(tasks: Path) -> Iterator[str]:
             yield image
 
 
-def _report(pool: Pool, image: str, chosen: argparse.Namespace) -> str | None:
+def _report(pool: ContainerPool, image: str, chosen: argparse.Namespace) -> str | None:
     """Pulls or checks an image and prints the time; returns the reason of a failure, or None."""
     start = time.monotonic()
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import pool
-from skyrl_mega.envs.containers.pool import Pool
+from skyrl_mega.envs.containers.pool import ContainerPool
 from skyrl_mega.envs.containers.runtime import Runtime
 from skyrl_mega.envs.options import Option, filled
 
@@ -45,7 +45,7 @@ def options_of(name: str, key: str) -> Mapping[str, Option]:
     return {**runtime_class(name, key).OPTIONS, **pool.OPTIONS}
 
 
-def make_pool(name: str, options: Mapping[str, Any], key: str) -> Pool:
+def make_pool(name: str, options: Mapping[str, Any], key: str) -> ContainerPool:
     """Returns the containers of a runtime, with a limit of containers at once.
 
     Args:
@@ -61,4 +61,4 @@ def make_pool(name: str, options: Mapping[str, Any], key: str) -> Pool:
     own = {option: value for option, value in chosen.items() if option in cls.OPTIONS}
     cls.check_options(own, key)
     limits = (float(chosen[option]) for option in ("lifetime_s", "pull_timeout_s"))
-    return Pool(cls(own), name, int(chosen["containers"]), *limits)
+    return ContainerPool(cls(own), name, int(chosen["containers"]), *limits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.envs.containers.pool import Pool, Slots
+from skyrl_mega.envs.containers.pool import ContainerPool, TurnQueue
 from skyrl_mega.envs.event_loop import Pending
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.waiting import Clock
@@ -43,18 +43,18 @@ class Boxes:
         return Box()
 
 
-def pool_of(limit: int, name: str) -> Pool:
-    return Pool(Boxes(), name, limit, 60, 60)  # type: ignore[arg-type]
+def pool_of(limit: int, name: str) -> ContainerPool:
+    return ContainerPool(Boxes(), name, limit, 60, 60)  # type: ignore[arg-type]
 
 
-def waiters(slots: Slots, number: int) -> None:
+def waiters(slots: TurnQueue, number: int) -> None:
     """Waits until this many threads wait for a place."""
     while len(slots._queue) < number:
         time.sleep(0.01)
 
 
 def test_threads_get_places_in_the_order_of_their_requests() -> None:
-    slots, order = Slots(1), []
+    slots, order = TurnQueue(1), []
     slots.take(60)
 
     def work(number: int) -> None:
@@ -125,7 +125,7 @@ def test_pools_of_a_name_share_the_limit() -> None:
 
 
 def test_waiting_does_not_count_as_time_of_the_step() -> None:
-    slots, clock = Slots(1), Clock()
+    slots, clock = TurnQueue(1), Clock()
     slots.take(60)
 
     def work() -> None:
@@ -142,7 +142,7 @@ def test_waiting_does_not_count_as_time_of_the_step() -> None:
 
 
 def test_a_wait_ends_when_the_run_gives_up() -> None:
-    slots, pending, errors = Slots(1), Pending(), []
+    slots, pending, errors = TurnQueue(1), Pending(), []
     slots.take(60)
 
     def work() -> None:
