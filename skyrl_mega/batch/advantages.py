@@ -117,13 +117,15 @@ def follow_from_rewards(algorithm: AlgorithmConfig) -> bool:
 
 
 def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Returns True if a mini-batch may have a gradient other than 0. Otherwise an optimizer step would move the weights
-    only by Adam's moments and weight decay. A load-balancing loss of a router, an entropy bonus, a KL term or some
-    losses give a gradient even to tokens with advantage 0.
+    """Returns True if a mini-batch may have a gradient other than 0. If False, an optimizer step would move the weights
+    only by Adam's moments and weight decay.
+
+    A load-balancing loss of a router, an entropy bonus, a KL term and some losses give a gradient even to tokens with
+    advantage 0: True with any token in the loss.
 
     Args:
-        counts_S: Number of tokens in the loss of each sample of the mini-batch.
-        learning_S: `Advantages.learning` of each sample of the mini-batch.
+        counts_S: Number of tokens in the loss of each sample of the mini-batch, over all ranks.
+        learning_S: Number of these tokens with an advantage other than 0 (`Advantages.learning`).
         algorithm, moe: The settings.
     """
     return bool((counts_S if moe.aux_loss or _learns_without_advantage(algorithm) else learning_S).any())

@@ -21,11 +21,12 @@ def visible_devices(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def nearest_cpus(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
-    """Returns the numbers of the CPUs nearest to any of these devices; empty if NVML does not know.
+    """Returns the numbers of the CPUs nearest to any of these devices. Empty if NVML is missing, or does not know one
+    of the devices.
 
     Args:
         devices: Devices as returned by `visible_devices`.
-        nvml: See `nvml.open_nvml`.
+        nvml: NVML library; see `nvml.open_nvml`.
     """
     words = -(-os.sysconf("SC_NPROCESSORS_CONF") // 64)
     cpus: set[int] = set()

@@ -117,12 +117,13 @@ def on_gpus_of(where: Sequence[Location], actors: int, *, gpus: int) -> Placemen
     gpus)`.
 
     Args:
-        where: The other actors by rank, each with a single GPU.
+        where: The other actors by rank, each with a single GPU; at least `actors * gpus`.
         actors: Number of new actors.
         gpus: GPUs per new actor, all in the same node.
 
     Raises:
-        ClusterError: The ranks for an actor are on different nodes, or a rank owns no GPU or several.
+        ClusterError: There are too few ranks, the ranks for an actor are on different nodes, or a rank owns no GPU or
+            several.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

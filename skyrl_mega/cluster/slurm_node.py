@@ -219,11 +219,11 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
 
 
 def wait_for_all(job: Allocation, node: RayNode) -> None:
-    """Waits until every node is up, and prints the progress.
+    """Waits until every node of the job is up, and prints the progress. Called on the first node.
 
     Raises:
-        Ended: A node failed, or some nodes did not come up in time; the message names the nodes. Or a signal was
-            received.
+        Ended: A node failed, or some nodes were not up within `job.wait_s`; the message names the nodes. Or a signal
+            was received.
     """
     reported: list[str] = []
     while True:
@@ -327,11 +327,11 @@ class RayNode:
             self._process = subprocess.Popen(self.command, env=env, stdout=output, stderr=output)
 
     def started(self) -> str:
-        """Waits until this node is part of the cluster; returns the cluster's address.
+        """Waits until this node is part of the cluster; returns the cluster's address as `host:port`.
 
         Raises:
-            NodeFailed: Ray did not start in time or within `TRIES` attempts (on a busy machine Ray itself gives up
-                after 30 s).
+            NodeFailed: Ray did not start within `job.wait_s`, or within `TRIES` attempts (on a busy machine Ray itself
+                gives up after 30 s).
             Ended: A signal was received.
         """
         written = self.ray / "ray_current_cluster"  # written by Ray at the end of a node's start

@@ -20,15 +20,16 @@ LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib
 
 
 def fault_location(error: BaseException | None, name: str, config: EnvironmentConfig) -> str | None:
-    """Returns the place of a fault as `my_env.py, line 12, in step: the line's text`; None if the place is unknown.
+    """Returns the place of a fault as `/path/my_env.py, line 12, in step: the line's text`; None if the environment
+    cannot be found or has no source file.
 
     The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,
     the innermost frame in the environment's own folder. Without such a frame, or without an exception (a step timed out
     or broke the contract), the place is the definition of the class's `step`, of an agent's `run`, or of the reward
-    function.
+    function, without a line's text. Exceptions that caused `error` are not examined.
 
     Args:
-        error: The exception raised by the environment.
+        error: The exception raised by the environment; None without.
         name: Registered name of the environment.
         config: Names and import paths.
     """

@@ -39,19 +39,22 @@ def sample_missing(
     progress: Callable[[int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Samples all `tasks` and saves each sample as soon as finished. After a failure of all engines, continues once an
-    engine restarted.
+    """Samples all `tasks` concurrently and saves each sample as soon as finished. Finished samples are kept whatever
+    this raises.
+
+    If all engines failed, waits for a restarted engine and continues with the missing samples.
 
     Args:
-        source: Source of players.
+        source: Source of players, which generate the trajectories.
         tasks: The samples to generate, such as `results.missing`: saved samples are generated again.
         results: Stores the samples.
         metrics: Returns the metrics declared by an environment, by the environment's name.
-        progress: Called after each sample with the number finished by this call, from 1.
-        say: Prints a line about the first sample with a failed environment; failed samples get no score.
+        progress: Called after each sample, failed samples included, with the number finished by this call, from 1.
+        say: Prints a line about the first sample with a failed environment; failed samples are saved without a score.
 
     Raises:
-        ActorFailed, EndpointFailed: No response; gives the root cause. Finished samples are kept.
+        ActorFailed: No engine can be restarted; gives the root cause.
+        EndpointFailed: The endpoint does not respond.
         UserError: The endpoint refused a request.
     """
     finished = failed = 0

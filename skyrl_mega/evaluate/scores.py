@@ -53,12 +53,16 @@ class SetScores:
 
 
 def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0) -> SetScores:
-    """Returns the scores of a set. Every prompt needs the same number of samples, failed samples included.
+    """Returns the scores of a set.
+
+    Failed samples are left out of `scores`, but count in `failed`, `truncated` and `tokens`. A prompt with failed
+    samples only counts in `unjudged`.
 
     Args:
         name: Name of the set.
-        samples: (uid, sample number) → sample; not empty.
-        left_out: Number of skipped prompts.
+        samples: (uid, sample number) → sample; not empty. Every prompt has the same number of samples, failed samples
+            included; not checked.
+        left_out: Number of skipped prompts; only reported.
     """
     by_prompt: dict[int, list[ScoredSample]] = {}
     for (uid, _), sample in sorted(samples.items(), key=lambda item: item[0]):

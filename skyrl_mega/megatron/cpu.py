@@ -89,10 +89,11 @@ def _no_compile(function: Any = None, **_: Any) -> Any:
 
 
 def stand_in() -> None:
-    """Replaces the names of `torch` and `torch.cuda` that megatron-core uses, for this process, and imports parts of
-    megatron-core.
+    """Makes megatron-core run without CUDA: replaces the names of `torch` and `torch.cuda` that megatron-core uses, for
+    this process, and imports parts of megatron-core.
 
-    Call before the first import of megatron-core. Repeated calls do nothing.
+    Call on machines without CUDA only, before the first import of megatron-core: modules imported earlier keep the
+    original names. Repeated calls do nothing.
     """
     tensor: Any = torch.Tensor
     if tensor.type is _type:

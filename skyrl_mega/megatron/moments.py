@@ -47,31 +47,36 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
         allocate(part.optimizer, [weights for _, weights in master_weights(part)])
 
 
-def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
-    """Allocates zero moments for `weights` in one Adam; see `allocate_moments`."""
+def allocate(adam: Any, weights: Iterable[Tensor]) -> None:
+    """Allocates zero moments in an Adam optimizer. Existing moments stay unchanged.
+
+    Args:
+        adam: Optimizer of torch or of Transformer Engine; its own `state` is filled.
+        weights: Parameters of `adam`: the float32 master weights on this rank.
+    """
     for w in weights:
-        if inner.state[w]:
+        if adam.state[w]:
             continue
-        if hasattr(inner, "initialize_state"):  # Transformer Engine's Adam: own dtype and extra state
-            inner.initialize_state(w, False)
+        if hasattr(adam, "initialize_state"):  # Transformer Engine's Adam: own dtype and extra state
+            adam.initialize_state(w, False)
         else:
-            inner.state[w] = {kind: torch.zeros_like(w) for kind in MOMENTS}
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            inner.state[w]["step"] = torch.tensor(0.0)
+            adam.state[w] = {kind: torch.zeros_like(w) for kind in MOMENTS}
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            adam.state[w]["step"] = torch.tensor(0.0)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Sets Adam's count of steps taken to `step`. torch's Adam counts per parameter, Transformer Engine's per group.
     Call after `allocate_moments`."""
     for part in inner_optimizers(optimizer):
-        inner = part.optimizer
-        per_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-        for group in inner.param_groups:
+        adam = part.optimizer
+        per_parameter = isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
+        for group in adam.param_groups:
             if not per_parameter:
                 group["step"] = step
                 continue
             for p in group["params"]:
-                inner.state[p]["step"] = torch.tensor(float(step))
+                adam.state[p]["step"] = torch.tensor(float(step))
 
 
 class AdamWithBfloat16Moments(torch.optim.AdamW):
@@ -79,13 +84,13 @@ class AdamWithBfloat16Moments(torch.optim.AdamW):
     computes in float32 and rounds the stored moments to the nearest value."""
 
     @classmethod
-    def replacing(cls, inner: torch.optim.Optimizer) -> AdamWithBfloat16Moments:
-        """Returns a new Adam with the parameter groups of `inner`, an Adam before its first step.
+    def replacing(cls, replaced: torch.optim.Optimizer) -> AdamWithBfloat16Moments:
+        """Returns a new Adam with the parameter groups of `replaced`, an Adam before its first step.
 
         The weights may be views, which Adam's constructor would refuse.
         """
         adam = cls([torch.zeros(())])
-        adam.param_groups = inner.param_groups
+        adam.param_groups = replaced.param_groups
         return adam
 
     def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:

@@ -66,16 +66,16 @@ def model_state(
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
 ) -> ModelState:
-    """Returns the bytes that the rank at `at` allocates for parameters, gradients and optimizer state.
+    """Returns the bytes that the rank at `at` allocates for parameters, gradients and its share of the optimizer state.
 
     Args:
         chunks: Model chunks of the rank, from `parameters.stage`.
         parallel: The grid of ranks.
         at: Coordinates of the rank in the grid.
-        itemsize: Bytes of a parameter element: 2 with additional master weights, 4 without.
+        itemsize: Bytes of a parameter element: 2 or 4. With 2, the optimizer state includes float32 master weights.
         freeze_router: True if routers are not trained: they have no gradients and optimizer state.
-        overlap: True if communication overlaps with compute.
-        moments: Bytes of the two moments per element.
+        overlap: True if communication overlaps with compute, which adds padding.
+        moments: Bytes of Adam's two moments per element, a value of `MOMENTS`.
     """
     buffers = stage_buffers(chunks, parallel, at.pp, freeze_router, overlap=overlap)
     return rank_state(buffers, parallel, at, itemsize, moments)

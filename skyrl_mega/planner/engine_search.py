@@ -92,14 +92,14 @@ class PolicyRanks:
 
     def peak_in(self, phase: str, keep: list[str] | None) -> int:
         """Returns the bytes on the GPU of the fullest policy rank in a phase of `SHARED_PHASES`, with `keep` as
-        `residency.keep`."""
+        `residency.keep` (None keeps all parts)."""
         resident_parts = resident(phase, keep)
         offloaded = sum(self._parts[part] for part in POLICY if part not in resident_parts)
         return int((self._all[phase] - offloaded).max())
 
     def peak(self, keep: list[str] | None) -> int:
         """Returns the bytes on the GPU of the fullest policy rank in the fullest phase, with `keep` as
-        `residency.keep`."""
+        `residency.keep`: the parts kept on the GPU in every phase; None keeps all parts."""
         return max(self.peak_in(phase, keep) for phase in SHARED_PHASES)
 
 

@@ -40,8 +40,8 @@ def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
 
 @lru_cache(maxsize=256)
 def differing_tensor(decoder: Decoder, tensor: int, expert_tensor: int) -> str | None:
-    """Returns the name of an FP8 tensor whose blocks on the ranks differ from the blocks on the wire; None if all
-    agree.
+    """Returns the Hugging Face name of the first FP8 tensor whose blocks on the ranks differ from the blocks sent to
+    the engines; None if all agree.
 
     Depends only on tensor and expert tensor parallelism: stages, expert parallelism and contexts cut no tensor.
     """

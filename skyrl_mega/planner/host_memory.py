@@ -165,8 +165,8 @@ def _rank_memories(
 
 
 def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> int:
-    """Returns the bytes of pinned host memory for the reference weights of policy rank `rank`; 0 without a KL term, and
-    for a reference with a separate layout."""
+    """Returns the bytes of pinned host memory for the reference weights of policy rank `rank`, a rank of the layout
+    `parallel`; 0 without a KL term, and for a reference with a separate layout."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
     pp = parallel.coordinates(rank).pp

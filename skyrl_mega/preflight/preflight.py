@@ -159,15 +159,16 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def checkpoint_bytes(config: Config, path: Path) -> int:
-    """Returns the maximum bytes of the run's checkpoints on disk: all kept checkpoints, and the next while being
-    written. 0 for a run without checkpoints.
+    """Returns the maximum bytes of the run's checkpoints on disk, over all nodes: all kept checkpoints, and the next
+    while being written. 0 for a run without checkpoints.
 
     Args:
         config: The settings.
-        path: The model's folder; if missing, the config of `model.build` is used.
+        path: The model's folder. If the folder does not exist, the config of `model.build` is used.
 
     Raises:
-        UserError: There is neither a config.json nor `model.build`, or the model's type is not supported.
+        UserError: The folder has no config.json; the folder and `model.build` are both missing; or the model's type is
+            not supported.
     """
     hf = read_config(path) if path.exists() else model_config(config)
     return disk(config, architecture(hf).describe(hf)).kept

@@ -65,11 +65,12 @@ class GanttRow:
 
 
 def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
-    """Returns an SVG picture of the steps' timelines.
+    """Returns an `<svg>` element with the steps' timelines, for a page with the report's style.
 
     Args:
         steps: Steps in order; not empty.
-        colours: Phase → number of the colour.
+        colours: Phase → number of the colour in the style, from 0; numbers from `COLOURS` on start again at the first
+            colour. Phases without an entry share the next number.
     """
     before = accumulate((step.end - step.shown for step in steps[:-1]), initial=0.0)
     canvas = Canvas([PlacedStep(step, at) for step, at in zip(steps, before, strict=True)], colours)

@@ -76,8 +76,11 @@ class Batcher:
         return list(await asyncio.gather(*(entry.answer for entry in pending)))
 
     async def run(self) -> None:
-        """Answers queued queries until cancelled; an error of `search` goes to the callers of `ask`. Cannot run
-        twice."""
+        """Answers queued queries until cancelled; an error of `search` goes to the callers of `ask`.
+
+        After a cancellation the thread is gone, so `run` cannot be called again, and callers of `ask` get no answer:
+        cancel them too.
+        """
         try:
             while True:
                 await self._answer(await self._gather())

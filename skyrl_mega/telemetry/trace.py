@@ -47,7 +47,7 @@ def is_trace(file: Path) -> bool:
         return False
 
 
-def day(clock: float) -> float:
+def wall_clock(clock: float) -> float:
     """Converts a time of this process's `time.perf_counter` to seconds of the wall clock (`time.time`)."""
     return clock + (time.time() - time.perf_counter())
 

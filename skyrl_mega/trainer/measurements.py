@@ -31,16 +31,15 @@ class Measurements:
     timelines: Timelines | None = None
     """Writer of every step's timeline; None with `telemetry.timeline=false`."""
 
-    def begin(self, step: int, *, after_more: bool) -> None:
+    def begin(self, step: int, *, discard_earlier: bool) -> None:
         """Starts the measurements of a step, with a trace if `telemetry.profile` names the step.
 
         Args:
             step: The step's number.
-            after_more: True for the run's first step and after a checkpoint. The meters then discard readings from work
-                outside of a step.
+            discard_earlier: True for the run's first step and after a checkpoint; see `Meters.begin`.
         """
         self.profiler.begin(step)
-        self.meters.begin(after_more=after_more)
+        self.meters.begin(discard_earlier=discard_earlier)
 
     def end_phase(self, phase: str) -> None:
         """Asks the actors to read the meters after a phase of the step; does not wait for the answers."""

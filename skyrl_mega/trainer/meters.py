@@ -37,11 +37,15 @@ class Meters:
     _pending: list[tuple[str, str, list[PendingCall]]] = field(default_factory=list)
     """(phase, role, calls) of the current step."""
 
-    def begin(self, *, after_more: bool) -> None:
-        """Begins a step and drops readings not collected. With `after_more`, also has the actors reset their meters,
-        which then discard work outside of any step."""
+    def begin(self, *, discard_earlier: bool) -> None:
+        """Begins a step: drops readings not collected.
+
+        Args:
+            discard_earlier: Has the actors reset their meters, so that work outside of any step, such as a checkpoint,
+                does not count. Does not wait for the actors.
+        """
         self._pending.clear()
-        if after_more:
+        if discard_earlier:
             self._ask("", engines=True)
             self._pending.clear()
 

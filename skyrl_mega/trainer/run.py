@@ -134,7 +134,9 @@ class Run:
         The run counts the step only in `complete`."""
         channel.at_step(self.step + 1)
         self.stream_state = self.stream.state()
-        self.measurements.begin(self.step + 1, after_more=bool(self.checkpoint_metrics) or not self.any_step_measured)
+        self.measurements.begin(
+            self.step + 1, discard_earlier=bool(self.checkpoint_metrics) or not self.any_step_measured
+        )
         self.any_step_measured = True
         check, prepare, end = self.shutdown.raise_if_requested, self.residency.enter, self.measurements.end_phase
         return Step(
@@ -241,15 +243,23 @@ class Run:
             self.console.step(0, step.metrics)
 
     def sync_engines(self) -> None:
-        """Syncs the weights of the completed steps to the engines, outside of a step's own sync. Raises ActorFailed if
-        a policy rank failed, or no engine could be updated."""
+        """Syncs the weights of the completed steps to all running engines, outside of a step's own sync; see
+        `WeightSync.sync`. If no engine runs, waits for a restart.
+
+        Raises:
+            ActorFailed: A policy rank failed, or no engine could be updated.
+        """
         self.residency.enter("sync")
         self.sync.sync(self.version)
         self.rollouts.synced(self.version)
 
     def resync_restarted_engines(self) -> None:
-        """Restores service after all engines failed during a phase: waits for a restarted engine, syncs the weights and
-        re-enters the phase. Raises ActorFailed if none can be restarted, or a policy rank failed."""
+        """Restores service after all engines failed during a phase: waits until an engine restarted, syncs the weights
+        to all running engines, and enters the phase again. Every restart is bounded by `cluster.start_timeout_s`.
+
+        Raises:
+            ActorFailed: No engine can be restarted, or a policy rank failed.
+        """
         phase = self.residency.phase
         self.sync_engines()
         if phase is not None:

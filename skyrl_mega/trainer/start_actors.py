@@ -62,7 +62,7 @@ class Setup:
 
     @property
     def logs(self) -> Path:
-        """Folder for the actors' output: `<run folder>/logs`."""
+        """Folder for the actors' output: `<run folder>/logs`. May not exist yet: each process creates the folder."""
         return self.folder / "logs"
 
     @property
@@ -148,8 +148,10 @@ def release_policy_cache(
 def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
-    """Starts the actors of a Megatron model, not yet connected and without weights, and returns them as a group. The
-    group shuts down with `setup.stack`.
+    """Starts the actors of a Megatron model and returns the group, by rank. The actors are not connected and have no
+    weights.
+
+    `setup.stack` ends the group; after a failure here no actor is left.
 
     Args:
         setup: The run's settings, model and device.
@@ -160,7 +162,8 @@ def spawn_ranks(
 
     Raises:
         UserError: The model cannot be split into the layout.
-        ActorFailed, ActorTimeout: A process died, or did not start in time.
+        ActorFailed: A process died.
+        ActorTimeout: A process did not start within `setup.timeout_s`.
     """
     config = setup.config
     parallel = layout_of(role, layout, ranks)
@@ -284,16 +287,19 @@ def length_arguments(config: Config) -> dict[str, Any]:
 
 
 def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
-    """Starts the vLLM engines and returns the fleet.
+    """Starts the vLLM engines and returns the fleet, with all engines up. `setup.stack` ends the engines, also after a
+    failure here.
 
     Args:
         setup: The run's settings, model and device.
         placement: Reserved places; None leaves the placement to Ray.
-        weights: `dummy`: the first sync delivers the policy's weights. `auto`: the engines load the model directory.
+        weights: `dummy`: the engines start with random weights, and the first sync delivers the policy's. `auto`: the
+            engines load the model directory.
 
     Raises:
         UserError: vLLM rejects the settings.
-        ActorFailed, ActorTimeout: An engine failed to start, or did not start in time.
+        ActorFailed: An engine failed to start.
+        ActorTimeout: The processes did not start, or did not load the model, within `setup.timeout_s` each.
     """
     config = setup.config
     spec = EngineSpec(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from skyrl_mega.planner.flops import PassWork
 from skyrl_mega.telemetry.console import Console, Phase
-from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.telemetry.trace import Span, wall_clock
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 
@@ -54,14 +54,16 @@ class Step:
         start = time.perf_counter()
         if move_metrics := self.prepare(name):
             self._accumulate(move_metrics)
-            self.spans.append(Span("residency", day(start), day(time.perf_counter()), {"for": name, **move_metrics}))
+            self.spans.append(
+                Span("residency", wall_clock(start), wall_clock(time.perf_counter()), {"for": name, **move_metrics})
+            )
             self.on_phase_end("residency")  # separates the memory peak of the moves from the peak of the phase
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
         end = time.perf_counter()
         self._accumulate({f"time/{name}": end - start})
-        self.spans.append(Span(name, day(start), day(end)))
+        self.spans.append(Span(name, wall_clock(start), wall_clock(end)))
         self.on_phase_end(name)
 
     def add_load(self, phase: str, load: PassWork, passes: float = 1.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.telemetry.trace import Span, TraceWriter, day, lanes, named, write_part
+from skyrl_mega.telemetry.trace import Span, TraceWriter, lanes, named, wall_clock, write_part
 from tests.telemetry.trace_format import properly_nested, tracks, within
 
 TIMES = st.integers(0, 40).map(float)
@@ -64,5 +64,5 @@ def test_a_trace_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_only_runs_is_told_as_the_days() -> None:
-    assert day(time.perf_counter()) == pytest.approx(time.time(), abs=0.05)
-    assert day(time.perf_counter() - 3.0) == pytest.approx(time.time() - 3.0, abs=0.05)
+    assert wall_clock(time.perf_counter()) == pytest.approx(time.time(), abs=0.05)
+    assert wall_clock(time.perf_counter() - 3.0) == pytest.approx(time.time() - 3.0, abs=0.05)

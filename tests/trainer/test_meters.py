@@ -62,7 +62,7 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
     policy.answers = [iter([*a, host(1)]) for a in policy.answers]
     metered = meters_of({"policy": policy}, engines)
-    metered.begin(after_more=True)  # measurements from before the step
+    metered.begin(discard_earlier=True)  # measurements from before the step
     metered.end_phase("generate")
     metered.end_phase("train")
     metered.end_phase("sync")
@@ -76,7 +76,7 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     }
     assert metered.steps == {(0, 0): {4: 2}}, "only those of the phase that generates"
     assert policy.asked == 8 and engines.asked == 3, "one call for each actor and phase, and one before"
-    metered.begin(after_more=False)
+    metered.begin(discard_earlier=False)
     assert policy.asked == 8 and metered.collect() == {}, "a step's answers are its own"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 def unmeasured() -> Any:
     """Returns a stand-in for `Run.measurements` without measurements."""
     return SimpleNamespace(
-        begin=lambda step, after_more: None,
+        begin=lambda step, discard_earlier: None,
         end_phase=lambda phase: None,
         metrics_of=lambda step: {},
         write_recordings=lambda step: {},

@@ -82,7 +82,10 @@ def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def options(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Returns an error line for every unknown option of a command line; empty if none belongs to another program.
+    """Returns error lines for the unknown options of a command line, in order.
+
+    [] without unknown options, and if no unknown option belongs to another program: the command's own parser then
+    reports them.
 
     Args:
         words: Arguments of the command.

@@ -25,9 +25,9 @@ CAPACITY = 64
 
 
 def supported(scheduler: Scheduler) -> bool:
-    """Returns True if an engine's settings permit steady batches: full attention with one group of blocks, one batch at
-    a time, and no connectors, drafts, adapters or auxiliary outputs.
-    """
+    """Returns True if an engine's settings permit steady batches (see the head of this file): full attention with one
+    group of cache blocks, no pipelining of batches, and no connectors, draft models, LoRA adapters or auxiliary
+    outputs."""
     config, managers = scheduler.vllm_config, scheduler.kv_cache_manager.coordinator.single_type_managers
     unsupported = (
         scheduler.connector,

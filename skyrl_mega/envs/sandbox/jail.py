@@ -98,7 +98,7 @@ def _watch(request: dict[str, Any], child: int, status: int, result: dict[str, A
     reported: dict[str, Any] = {}
     watch, noted, next_report, partial = None, 0, 0.0, b""
     while True:
-        ready, _, _ = select.select([0, status], [], [], watch.pause if watch else None)
+        ready, _, _ = select.select([0, status], [], [], watch.pause_s if watch else None)
         if status in ready:
             piece = os.read(status, 65536)
             if not piece:

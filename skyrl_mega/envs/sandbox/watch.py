@@ -34,28 +34,31 @@ class Watch:
         max_bytes: Maximum bytes in the folder.
         entries: Maximum number of files, folders and links in the folder.
         file: Maximum bytes of a single file.
-        init: First process inside; trusted, and hidden deliberately.
-        memory: True to measure memory too, if no cgroup bounds it.
+        init: Process id of the first process inside. Trusted: its open files are not measured.
+        memory: True to measure memory too; needed if no cgroup bounds the memory.
     """
 
     def __init__(self, folder: str | None, max_bytes: int, entries: int, file: int, init: int, memory: bool) -> None:
         self.folder, self.max_bytes, self.entries, self.file, self.memory = folder, max_bytes, entries, file, memory
         self.init = init
         self.device = os.stat(folder).st_dev if folder is not None else None
-        self.pause: float | None = LOOK_S if folder is not None or memory else None
+        self.pause_s: float | None = LOOK_S if folder is not None or memory else None
         """Seconds until the next measurement; None for no measurement."""
         self._hidden_s, self._looked = 0.0, time.monotonic()
 
     def look(self) -> tuple[str | None, int]:
-        """Measures now; returns `disk` if the disk use is too large (else None), and the memory of all processes in
-        bytes, 0 if memory is not measured. Sets `pause`."""
+        """Measures now, and sets `pause_s`. Returns `disk` or None, and the bytes of memory.
+
+        `disk`: `folder` exceeds a limit, or processes hide their files. The memory is the sum over all processes, 0
+        unless `memory` is set; the caller compares with a limit.
+        """
         start = time.process_time()
         try:
             tasks = list(_tasks())
             used = _memory({pid for pid, _ in tasks}) if self.memory else 0
             return ("disk" if self.folder is not None and self._too_much(tasks) else None), used
         finally:
-            self.pause = min(LONGEST_S, max(LOOK_S, 10 * (time.process_time() - start)))
+            self.pause_s = min(LONGEST_S, max(LOOK_S, 10 * (time.process_time() - start)))
 
     def _too_much(self, tasks: list[tuple[int, str]]) -> bool:
         assert self.folder is not None

@@ -122,8 +122,17 @@ class EnvPool:
         return _value(*outcome)
 
     async def run_agent(self, call: Call, limit_s: float) -> Any:
-        """Runs a call that takes as long as a whole trajectory, in a thread and without a slot of other calls;
-        otherwise as `run`."""
+        """Runs a call that takes as long as a whole trajectory, in a thread of its own, and returns the value. The call
+        takes no slot and waits for none; callers bound the number by `agents`.
+
+        Args:
+            call: The call; runs once.
+            limit_s: Time limit in seconds; see `run`.
+
+        Raises:
+            Abandoned: The call exceeded the limit.
+            Raised: The call raised an exception, kept as `error`.
+        """
         return _value(*await self._in_new_thread(call, limit_s))
 
     async def _in_thread(self, call: Call, limit_s: float) -> tuple[Any, BaseException | None]:

@@ -15,7 +15,7 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
 from skyrl_mega.rollout.agent.renderer import Renderer
-from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.telemetry.trace import Span, wall_clock
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 LONGEST_ERROR = 2000
@@ -221,7 +221,7 @@ class Environment:
             self.t.steps[-1].env_s += seconds
             if (spans := self.spans()) is not None and call.start is not None:
                 about = {"environment": name, "prompt": self.t.prompt.uid, "sample": self.t.sample}
-                start = day(call.start)
+                start = wall_clock(call.start)
                 spans.append(Span(f"{what} {name}", start, start + seconds, about))
 
 

@@ -46,7 +46,7 @@ KEPT_TOKENS = 2**26
 
 
 class TooLong(UserError):
-    """A text proven too long for any sequence without being tokenised.
+    """A text so long that it surely has more tokens than a sequence may have, found without tokenising.
 
     Args:
         tokens: Lower bound of the number of tokens.
@@ -245,13 +245,13 @@ class Renderer:
         calls and the end of the turn as written by the chat template.
 
         Args:
-            message: The assistant message.
-            ends: Includes the end token of the turn.
+            message: The assistant message; `content` is a str, also if empty.
+            ends: True to end with the token that ends a turn.
 
         Raises:
             UserError: The template rejects the message, or does not write the tool calls so that they can be parsed.
             Malformed: `tool_calls` is invalid.
-            TooLong: No sequence is long enough.
+            TooLong: The text surely has more tokens than `rollout.max_length`; shorter texts are not checked.
         """
         words, calls = self._broken(message["content"]), calls_of(message)
         if calls:

@@ -101,8 +101,16 @@ async def of_messages(request: ChatRequest, tree: RequestTree, renderer: Rendere
 
 
 async def of_tokens(request: TokenRequest, tree: RequestTree, renderer: Renderer) -> Context:
-    """Returns the context of a request of tokens. Raises BadRequest without tokens, or for a number outside the
-    vocabulary."""
+    """Returns the context of a request given as tokens. The length is not checked.
+
+    Args:
+        request: The request.
+        tree: Earlier requests, searched for the longest one that these tokens continue; not changed.
+        renderer: The policy's tokenizer.
+
+    Raises:
+        BadRequest: There are no tokens, or a number is outside the vocabulary.
+    """
     vocabulary = renderer.vocabulary or len(renderer.tokenizer)
     if not request.tokens or not all(0 <= token < vocabulary for token in request.tokens):
         raise BadRequest(f"the prompt needs tokens, each at least 0 and below {vocabulary}")

@@ -223,8 +223,11 @@ class Router:
                 timer.cancel()  # the loop outlives the phase and would keep the request alive
 
     def expect(self, trajectories: int) -> None:
-        """Announces this number of trajectories, in addition to earlier ones, before they send requests. In lockstep,
-        requests leave only once each of these trajectories sent a request or ended (`leave`)."""
+        """Announces this number of trajectories, in addition to earlier ones, before they send requests.
+
+        Only lockstep (`rollout.routing.lockstep`) needs the number: at each turn, requests leave once every announced
+        trajectory sent a request or ended (`leave`).
+        """
         self.running += trajectories
 
     def leave(self) -> None:
