@@ -30,14 +30,15 @@ class Advantages(NamedTuple):
 
 
 def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
-    """Estimates the advantage of every token.
+    """Estimates the advantages of an RL step: a value per token if the batch has tokens, else per sample. Failed
+    trajectories get 0.
 
     An estimator gives an advantage per trajectory, shared by all tokens and samples, or an advantage per policy token.
     In the second case the other tokens get 0; the loss gives these no weight anyway.
 
     Args:
-        batch: For an estimator of tokens, and for KL in the reward, with tokens and the columns needed
-            (`algorithms.advantages.needs`).
+        batch: For a per-token estimator, and for KL in the reward, with tokens (`Batch.read_tokens`) and the columns
+            needed (`algorithms.advantages.needs`).
         algorithm: Names the estimator.
 
     Raises:
@@ -134,7 +135,7 @@ def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfi
 def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> Tensor:
     """Returns True for the samples of a mini-batch with a gradient of exactly 0: bool [S].
 
-    A router's load-balancing loss counts all tokens, so with this loss no sample is silent.
+    A router's load-balancing loss counts all tokens: with this loss every value is False.
 
     Args:
         counts_S, learning_S, algorithm, moe: See `has_gradient`.

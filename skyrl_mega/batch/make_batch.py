@@ -92,7 +92,8 @@ class Batch:
         return run_sums(values_T, self.trajectory_tokens)
 
     def read_tokens(self) -> None:
-        """Reads the tokens of all samples, and sets `tokens`, `trained_here`, `token_rewards` and `by_token`.
+        """Reads the tokens of all samples, and sets `tokens`, `trained_here`, `token_rewards` and `by_token`. Copies
+        the tokens into this process; a second call reads again.
 
         Raises:
             ClusterError: Trajectories stored on a node are lost.
@@ -139,7 +140,8 @@ def needs_tokens(config: Config) -> bool:
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
-    """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Reads no token.
+    """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Reads no token
+    (`Batch.read_tokens` does). Failed trajectories stay in the batch, with 0 trained tokens.
 
     Args:
         groups: The groups of the step; greedy answers only give the baseline, not samples.

@@ -118,11 +118,11 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
 
     Args:
         batches: Samples; sequences are returned unchanged.
-        driver_columns: True to include the trajectories' `DRIVER_COLUMNS`.
+        driver_columns: True to include the trajectories' `DRIVER_COLUMNS`, which only the driver needs.
 
     Returns:
         For each of `batches`, in order, the sequences with the trajectories' columns (unless `bare`), `drawn` (if set),
-        and `Samples.columns`. A column absent from some trajectories is 0 there.
+            and `Samples.columns`. A column absent from some trajectories is 0 there.
 
     Raises:
         RayError: A trajectory in the object store is lost.

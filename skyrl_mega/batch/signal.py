@@ -21,7 +21,8 @@ def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -
     Equal to `algorithms.filters.informative_groups` in float64, without a tensor for each group.
 
     Args:
-        rewards: Lists of rewards to compare, from `compared_rewards`; empty lists are ignored. False without lists.
+        rewards: Lists of rewards to compare, from `compared_rewards`; empty lists are ignored. Without any rewards the
+            result is False.
         tolerance: Largest difference between highest and lowest that still counts as equal.
 
     Raises:

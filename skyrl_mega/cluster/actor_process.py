@@ -135,8 +135,8 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def redirect_and_bind(identity: ActorIdentity) -> None:
-    """Redirects stdout and stderr of this process to the actor's log file, if any, and binds the process to the CPUs
-    nearest to the visible GPUs."""
+    """Appends stdout and stderr of this process to the actor's log file, if any, creating missing folders, and binds
+    the process to the CPUs nearest to the visible GPUs."""
     if identity.log is not None:
         log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def redirect_and_bind(identity: ActorIdentity) -> None:
 
 
 def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
-    """Starts a guard process, which cleans up after the end of this process.
+    """Starts a guard process, which cleans up after the end of this process. Does not wait until the guard runs.
 
     The guard acts when this process ends or closes the returned object's stdin, so keep the object: garbage collection
     closes it. The guard's output is discarded: a full or closed log must not stop the guard.

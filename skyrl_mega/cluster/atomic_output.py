@@ -21,7 +21,7 @@ class Occupied(UserError):
 @contextmanager
 def atomic_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[Path]:
     """Yields an empty file that replaces `file` when the block ends without an error; after an error `file` is
-    unchanged. The parent folder must exist.
+    unchanged. The parent folder must exist. The partial file is removed after an error.
 
     Args:
         file: Output path; a link is followed.
@@ -54,7 +54,7 @@ def atomic_folder(
     output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False, last: str = ""
 ) -> Iterator[Path]:
     """Yields an empty folder; when the block ends without an error, its entries replace the entries of `output`. After
-    an error in the block, `output` is unchanged. Creates missing parent folders.
+    an error in the block, `output` is unchanged, and the partial folder is removed. Creates missing parent folders.
 
     An existing folder is kept, as a mount point must be: the new folder is filled inside, on the same disk, and the
     entries are moved up.

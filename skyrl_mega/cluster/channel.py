@@ -46,7 +46,7 @@ class Channel:
         return StopRequest(self._flags[_REQUEST])
 
     def ask(self, what: StopRequest, number: signal.Signals) -> None:
-        """Sends a request to the driver.
+        """Sends a request to the driver, in place of an earlier request. Does not wait for an effect.
 
         Args:
             what: The request.
@@ -153,7 +153,7 @@ def at_step(number: int) -> None:
 @contextmanager
 def running_environment(environment: str) -> Iterator[None]:
     """Reports to the supervisor that this process runs code of an environment inside the `with` block, for the message
-    about a crash."""
+    about a crash. Does nothing in a process without a supervisor."""
     _count(environment, 1)
     try:
         yield
@@ -173,7 +173,8 @@ def _count(environment: str, change: int) -> None:
 
 @contextmanager
 def polling_for_stop() -> Iterator[None]:
-    """Tells the supervisor that this process polls for requests (`asked`) inside the block."""
+    """Tells the supervisor that this process polls for requests (`asked`) inside the block. Does nothing in a process
+    without a supervisor."""
     if _channel is None:
         yield
         return
@@ -186,8 +187,8 @@ def polling_for_stop() -> Iterator[None]:
 
 @contextmanager
 def removed_after_crash(path: Path) -> Iterator[None]:
-    """Makes the supervisor remove the file or folder if this process dies inside the block. After the block, the path
-    is left as it is."""
+    """Makes the supervisor remove the file or folder if this process dies inside the block. After the block, also after
+    an error, the path is left as it is. Does nothing in a process without a supervisor."""
     if _channel is not None:
         _channel.record_path("+", path)
     try:

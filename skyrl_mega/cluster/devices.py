@@ -67,7 +67,7 @@ def torch_view() -> TorchView:
 
 
 def gpu_evidence(env: Mapping[str, str] = os.environ, nvml: Any = None) -> GpuEvidence:
-    """Returns the evidence of GPUs from NVML and Slurm's variables.
+    """Returns the evidence of GPUs on this machine from NVML and Slurm's variables; without NVML, from Slurm's alone.
 
     Args:
         env: The process's environment.
@@ -119,12 +119,14 @@ def choose_device(
 ) -> str:
     """Returns the device type of the run, `cpu` or `cuda`.
 
-    If the run joins a Ray cluster, the driver may be on a node without a GPU, or with only a display GPU. The GPUs of
-    the cluster decide then. With `cuda` nothing is checked here; every actor later refuses to compute on anything else.
+    If the run joins a Ray cluster, the driver may be on a node without a GPU, or with only a display GPU. With `auto`,
+    the GPUs of the cluster decide then. With `cuda` nothing is checked here; every actor later refuses to compute on
+    anything else.
 
     Args:
         wanted: Value of `cluster.device`.
-        cluster_gpus: Returns the number of GPUs of the joined Ray cluster.
+        cluster_gpus: Returns the number of GPUs of the joined Ray cluster; called only if `wanted` is `auto` and
+            `joined`.
         torch, here: See `torch_view` and `gpu_evidence`.
         joined: True if the run joins a Ray cluster.
 

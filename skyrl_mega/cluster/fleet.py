@@ -87,7 +87,7 @@ class Fleet(SupervisedGroup):
 
     def ensure_running(self) -> list[int]:
         """Returns the running ranks, stale ranks included, at least one. If no actor runs, starts the failed actors and
-        waits for the first.
+        waits for the first. Every start is bounded by `start_timeout_s`.
 
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
@@ -157,7 +157,8 @@ class Fleet(SupervisedGroup):
                 raise
 
     def sleep(self, parts: Collection[str]) -> None:
-        """Puts parts of all actors to sleep. A failed actor is retired, and restarts once all parts are awake again.
+        """Puts parts of all actors to sleep, and waits at most `start_timeout_s`. A failed actor is retired, and
+        restarts once all parts are awake again.
 
         Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
         becomes stale.
@@ -177,8 +178,8 @@ class Fleet(SupervisedGroup):
         self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
 
     def wake(self, parts: Collection[str]) -> None:
-        """Wakes parts of all actors and retires actors on failure. When all parts are awake, starts the postponed
-        restarts.
+        """Wakes parts of all actors, and waits at most `start_timeout_s`; retires actors on failure. When all parts are
+        awake, starts the postponed restarts.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).

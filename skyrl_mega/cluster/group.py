@@ -208,7 +208,8 @@ class ActorGroup:
         """Kills the actor of this rank with all child processes, starts a replacement with the same arguments and waits
         until it is up.
 
-        The old actor may be dead or stopped. The replacement appends to the same log file.
+        The old actor may be dead or stopped. The replacement appends to the same log file. After an error the
+        replacement may still run; `end` ends it.
 
         Args:
             rank: The actor's rank.
@@ -233,7 +234,8 @@ class ActorGroup:
 
     def shutdown(self) -> None:
         """Kills the actors of this group and all child processes, and releases the reserved places. Returns when the
-        processes of this machine are gone. Does nothing the second time, or after Ray's end."""
+        processes of this machine are gone, after at most `END_S` seconds; does not wait for other nodes. Does nothing
+        the second time, or after Ray's end."""
         import ray
 
         with self._lock:

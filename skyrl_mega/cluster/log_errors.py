@@ -15,8 +15,8 @@ ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
 def with_cause(text: str, log: str | None) -> str:
-    """Returns the text of a failure. If it only points to a log ("root cause"), the pointer is replaced by the last
-    error in the log, if there is one.
+    """Returns the text of a failure. A pointer to the log (the words `POINTS`) is replaced by the last error in the
+    log; without an error there, or with an unreadable log, the text is unchanged.
 
     Args:
         text: A single line about the failure.

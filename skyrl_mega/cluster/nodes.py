@@ -113,7 +113,7 @@ def _without(nodes: Sequence[Node], excluded: Sequence[Node]) -> list[Node]:
 
 def probe() -> tuple[list[Node], UnavailableNodes]:
     """Returns the responding nodes with CPUs, sorted by address, and the unavailable nodes, from a single listing by
-    Ray."""
+    Ray. A node responds if Ray's own process there accepts a connection within `ANSWER_S`."""
     import ray
 
     listed = ray.nodes()

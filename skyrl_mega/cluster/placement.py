@@ -57,7 +57,8 @@ class Placement:
 
 
 def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
-    """Reserves a place per actor in Ray, waits for the reservation and returns the places.
+    """Reserves a place per actor in Ray, waits for the reservation and returns the places. The caller releases the
+    places (`Placement.release`).
 
     Args:
         actors: Number of actors.
@@ -67,7 +68,8 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
         timeout_s: Seconds until everything is reserved.
 
     Raises:
-        ClusterError: The cluster lacks the resources, or the reservation took too long.
+        ClusterError: The cluster lacks the resources, or the reservation took longer than `timeout_s`; nothing stays
+            reserved.
     """
     import ray
     from ray.util import placement_group

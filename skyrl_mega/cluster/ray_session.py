@@ -175,7 +175,7 @@ def _start(
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
     """Connects to the cluster at RAY_ADDRESS, waits for its nodes, and returns the cluster's number of GPUs, in use or
-    free. Disconnects again. Without RAY_ADDRESS, a private cluster would start, with 0 GPUs.
+    free. Disconnects again. Call only with RAY_ADDRESS set: otherwise a private cluster starts, and the result is 0.
 
     Args:
         nodes: Number of nodes to wait for.

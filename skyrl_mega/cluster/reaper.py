@@ -106,8 +106,8 @@ def unlink(names: set[str], kept: set[int]) -> None:
 
 
 def end_cluster(folder: str, driver: int) -> None:
-    """Kills a private Ray cluster's processes, recognised by the cluster's folder, and removes the folder. Most Ray
-    processes end without help.
+    """Kills a private Ray cluster's processes, recognised by the cluster's folder, and removes the folder, after at
+    most `GRACE_S` seconds even if processes remain. Most Ray processes end without help.
 
     Args:
         folder: Temporary folder of the cluster.

@@ -230,7 +230,7 @@ def _tensor_groups(ranks: int, tensor: int) -> list[int]:
 def actual_placement(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
     """Returns the real placement of policy and engines; reference and critic keep their planned places.
 
-    Reference and critic take no part in the weight sync. Nodes keep the planned numbers as far as processes are on the
+    Reference and critic take no part in the weight sync. Nodes are numbered as planned where the processes are on the
     planned nodes.
 
     Args:

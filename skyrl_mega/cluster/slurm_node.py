@@ -140,7 +140,8 @@ class Allocation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs this node's part of a Slurm job and returns the exit code; on the first node this is the launcher's.
+    """Runs this node's part of a Slurm job and returns the exit code; on the first node this is the launcher's. Writes
+    the first node's code into the shared folder, which ends the other nodes.
 
     Args:
         arguments: Folder shared by the job's nodes, then the launcher's command line; None takes `sys.argv`.
@@ -184,10 +185,11 @@ def _use_local_caches() -> None:
 
 def head(job: Allocation, launcher: Sequence[str]) -> int:
     """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
-    exit code.
+    exit code. Ray and the launcher end before this returns or raises.
 
     Raises:
-        Ended: The settings are wrong, a node failed, some nodes did not come up in time, or a signal was received.
+        Ended: The settings are wrong, a node failed, some nodes were not up within `job.wait_s`, or a signal was
+            received.
     """
     node_options = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     arguments = [*node_options, *launcher]
@@ -270,7 +272,7 @@ def worker(job: Allocation) -> int:
     job's exit code.
 
     Raises:
-        Ended: The head did not come up in time, Ray failed on this node, or a signal was received.
+        Ended: The head was not up within `job.wait_s`, Ray failed on this node, or a signal was received.
     """
     while not (address := job.folder / "address").exists():
         if (job.folder / "code").exists():

@@ -154,7 +154,7 @@ class Supervisor:
 
 def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -> None:
     """Waits for all descendants of this process, a subreaper, to end, kills the rest, and removes shared memory that
-    only the killed processes mapped.
+    only the killed processes mapped. Returns at most `END_S` seconds after the first kill, even if processes remain.
 
     Args:
         patience_s: Seconds to wait before the rest is killed.

@@ -97,7 +97,8 @@ class Engine(Protocol):
     """
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model and returns the measured facts; to be called before any other method.
+        """Loads the model and returns the measured facts; to be called before any other method. Waits without limit;
+        the caller sets one.
 
         Args:
             former: Facts of the engine that this engine replaces: the cache gets the same size. None: the engine
@@ -176,7 +177,7 @@ class Engine(Protocol):
         """
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
+        """Receives weights from the policy ranks after `begin_update`; returns when the weights of all workers are
         complete. All policy ranks and engines of the group must exchange at the same time.
 
         Args:

@@ -162,7 +162,8 @@ class EndpointClient:
 
         Raises:
             UserError: The endpoint refused the request, the key or the model's name.
-            EndpointFailed: No answer in ATTEMPTS attempts, or an answer in an unknown form or with broken compression.
+            EndpointFailed: No answer in `ATTEMPTS` attempts of `timeout_s` each, or an answer in an unknown form or
+                with broken compression.
         """
         sampling = self.sampling
         body: dict[str, Any] = {
@@ -261,7 +262,7 @@ class MessageAgent(Agent):
 
         Args:
             opened: The trajectory so far.
-            name: Unique name of the turn, the source of its seed.
+            name: Unique name of the turn; the seed of the sampling follows from the name.
             room: Most tokens of the turn.
 
         Raises:

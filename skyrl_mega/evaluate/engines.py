@@ -46,7 +46,7 @@ class EngineSource:
 
     def refill(self) -> None:
         """Lets all running engines serve, with the weights of `model.path`; if none runs, restarts the failed engines
-        and waits for the first.
+        and waits for the first. Every restart is bounded by `cluster.start_timeout_s`.
 
         Raises:
             ActorFailed: No engine could be restarted.
@@ -59,7 +59,7 @@ class EngineSource:
 def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
     """Starts engines with the weights in `model.path`, and rollout workers if configured; yields a source of players.
 
-    Engines, workers and the Ray session end with the `with` block.
+    Engines, workers and the Ray session end with the `with` block, also after an error.
 
     Args:
         config: The settings, with the device decided.
@@ -70,7 +70,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
     Raises:
         UserError: vLLM rejects the settings, or the cluster at RAY_ADDRESS does not answer.
         ClusterError: Ray did not start, or lacks the GPUs.
-        ActorFailed: An actor did not start.
+        ActorFailed: An actor did not start within `cluster.start_timeout_s`.
     """
     device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
     say: Callable[[str], None] = console.say

@@ -138,7 +138,7 @@ def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table with aligned columns: the first to the left, all others to the right. Each row has as
-    many cells as `head`; a `|` in a cell is not escaped."""
+    many cells as `head` (not checked); a `|` in a cell is not escaped."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -163,7 +163,11 @@ class Results:
 
     def write_parquet(self) -> None:
         """Writes the samples of each set to `<set>.parquet`, ordered by prompt and sample. Replaces each file
-        atomically."""
+        atomically. A set without samples gets a file without rows.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
         for name, samples in self.samples.items():
             file = self.folder / f"{name}.parquet"
             with partial_file(file) as partial:
@@ -207,7 +211,7 @@ def open_results(
     folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet], samples: int
 ) -> Iterator[Results]:
     """Creates or reopens an evaluation's folder, and yields its saved samples. The folder is locked during the `with`
-    block.
+    block, and stays afterwards.
 
     Args:
         folder: The evaluation's folder.

@@ -52,7 +52,7 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
             `data_source`. If empty, `data.eval` is split the same way.
 
     Raises:
-        UserError: No set, a missing file, an invalid or repeated name, or an invalid row.
+        UserError: There is no set, a file is missing, a name is invalid or repeated, or a row is invalid.
     """
     if not given and not config.data.eval:
         raise UserError("data.eval is empty: allowed is a list of parquet files", fix="or give --set NAME=file.parquet")

@@ -96,7 +96,7 @@ class HostPages:
 
     def copying(self) -> AbstractContextManager[Any]:
         """Returns a context in which copies run on a separate stream, after all work issued so far. Work issued later
-        does not wait for the copies."""
+        does not wait for the copies. On a CPU, copies run at once."""
         if self.device.type == "cpu":
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(self.device)
@@ -217,8 +217,8 @@ class LayerPass:
         return SavedView(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def start_offload(self, staying: set[int]) -> None:
-        """Starts copying the saved storages to the host, except storages at the addresses `staying`, not owned by the
-        layer. Call once, at the end of the layer's forward pass."""
+        """Starts copying the saved storages to the host, except small storages (`SMALLEST`) and storages at the
+        addresses `staying`, which the layer does not own. Call once, at the end of the layer's forward pass."""
         smallest, size = SMALLEST[self.pages.device.type], 0
         for saved in self._saved.values():
             storage = saved.storage
@@ -250,7 +250,8 @@ class LayerPass:
             self._offloading, self._copies_done, self._offloaded = [], None, True
 
     def start_reload(self) -> None:
-        """Starts copying the storages back to the device, unless they are still there or the copy has begun."""
+        """Starts copying the storages back to the device, unless they are still there or the copy has begun. Does not
+        wait; `SavedView.tensor` does."""
         self._offloading = []  # storages still on the device stay there
         if not self._offloaded:
             return

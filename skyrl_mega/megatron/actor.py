@@ -144,8 +144,11 @@ class MegatronActor:
 
         The tokens of samples are read from the object store.
 
+        Args:
+            minis: Micro-batches of each mini-batch, as samples, or as sequences already read.
+
         Raises:
-            RayError: A trajectory in the object store is lost.
+            RayError: A trajectory in the object store is lost; the previous micro-batches stay.
         """
         micros = iter(read_samples(list(chain(*minis))))
         self.minis = [[next(micros) for _ in mini] for mini in minis]
@@ -206,7 +209,7 @@ class MegatronActor:
 
     def column(self, name: str) -> list[np.ndarray] | None:
         """Returns a column of the stored micro-batches of all mini-batches in order, [T] each; None if a micro-batch on
-        this rank lacks the column."""
+        this rank lacks the column. [] without stored micro-batches."""
         micros = list(chain(*self.minis))
         return [micro[name].numpy() for micro in micros] if all(name in micro for micro in micros) else None
 
@@ -330,7 +333,7 @@ class MegatronActor:
             info: The fields of `weights.connection.Connection`.
 
         Raises:
-            TransportError: A process did not join; names the missing ranks.
+            TransportError: A process did not join within `Connection.timeout_s`; names the missing ranks.
         """
         from skyrl_mega.weights.connection import Connection
 
@@ -339,7 +342,8 @@ class MegatronActor:
         self.exchange = Connection(**info).join(self.device, source=self.index)
 
     def disconnect_weights(self) -> None:
-        """Leaves the weight-sync group, if joined."""
+        """Leaves the weight-sync group, if joined. Does not wait for the other processes, so works after one of them
+        died."""
         if self.exchange is not None:
             self.exchange.close()
         self.exchange = None

@@ -88,7 +88,8 @@ def save(folder: Path, state: RankState) -> None:
     Returns after the checkpoint is complete.
 
     Raises:
-        RuntimeError: A rank could not write; names the rank and the reason.
+        RuntimeError: A rank could not write; names the rank and the reason. The folder is then incomplete; the caller
+            removes it.
     """
     owned, frozen = _owned(state), _frozen(state)
     owned_runs = {param: part.run for param, part in owned.items()}
@@ -117,7 +118,8 @@ def load(folder: Path, state: RankState) -> None:
 
     Raises:
         UserError: The checkpoint belongs to another model or has another format; raised on every rank.
-        Damaged: The checkpoint is incomplete or corrupted, perhaps found after a part was read; raised on every rank.
+        Damaged: The checkpoint is incomplete or corrupted, perhaps found after a part was read, so that the state is
+            mixed; raised on every rank.
         RuntimeError: A rank could not read; names the rank and the reason.
     """
     for chunk in state.chunks:

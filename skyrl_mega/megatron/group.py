@@ -24,7 +24,8 @@ class TrainGroup:
     """All ranks of a policy, of a critic, or of a reference with a separate layout.
 
     `hold` splits the mini-batches of an RL step once. The ranks keep the micro-batches, with all computed columns,
-    until the next `hold`. Paths are sent as absolute paths, because ranks may run in another working directory.
+    until the next `hold`. Every call waits at most `timeout_s` and, after an error, ends the group. Paths are sent as
+    absolute paths, because ranks may run in another working directory.
     """
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
@@ -230,7 +231,8 @@ class TrainGroup:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
         signal: those of the loss, without `grad_norm` and `lr`. Changes no weight.
 
-        Takes the arguments of `train`. Only the parameters must be on the device. A loss of NaN is no error.
+        Takes the arguments of `train`. Adds no column. Only the parameters must be on the device. A loss of NaN is no
+        error.
 
         Raises:
             ActorFailed: A rank failed or did not answer in time; the group is ended.
@@ -279,7 +281,7 @@ class TrainGroup:
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
-        `source`. An earlier export at `path` is replaced.
+        `source`. An earlier export at `path` is replaced; missing parent folders are created.
 
         Raises:
             UserError: `path` contains anything not written by an export, or `source` cannot be read.

@@ -43,12 +43,12 @@ class RankProfiler:
         """Ends the recording, and writes the events into a part of a trace.
 
         Args:
-            file: The file to write (`trace.write_part`).
+            file: The file to write (`trace.write_part`); an existing file is replaced, missing folders are created.
             step: Name, start and end of the recorded step; times in the trace count from its start.
 
         Returns:
             On a GPU `launches` and `host_syncs`: the numbers of CUDA calls that started kernels and that waited for the
-            GPU. {} without CUDA calls.
+                GPU. {} without CUDA calls.
         """
         if self.cuda:
             with record_function(END):
@@ -123,9 +123,10 @@ class RankEvents:
 
 def open_trace(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
     """Reads the head of a torch.profiler file; returns its time origin, in nanoseconds since the epoch, and an iterator
-    over the events, with times in microseconds since this origin.
+    over all events in the order of the file, with times in microseconds since this origin.
 
-    The file may be larger than memory: torch writes each event's braces on separate lines, indented by two spaces.
+    Keep `text` open while reading events. The file may be larger than memory: torch writes each event's braces on
+    separate lines, indented by two spaces.
 
     Raises:
         ValueError: The file does not start in torch 2.13's format.

@@ -84,8 +84,8 @@ class OffloadablePart:
     def begin_onload(self) -> int:
         """Allocates device memory, starts copying offloaded storages to the device, and returns the bytes to copy.
 
-        The contents are usable after `end_onload`. Returns 0 if nothing is offloaded, and for dropped storages, which
-        become zeros.
+        Does not wait: the contents are usable after `end_onload`. Returns 0 if nothing is offloaded, and for dropped
+        storages, which become zeros.
         """
         if not self.offloaded:
             return 0

@@ -37,7 +37,7 @@ def vocab_parallel_logprobs(
     Args:
         hidden_TH: Hidden states after the final norm, the same on all ranks of `group`.
         weight_vH: This rank's rows of the output head.
-        targets_T: int64 token ids.
+        targets_T: int64 token ids, below `vocab`.
         vocab: Size of the real vocabulary; padded columns beyond it get probability 0.
         temperature: Divides the logits, as in the sampler.
         chunk: Number of tokens with logits in memory at a time; None for the fused head, without logits in memory
@@ -47,8 +47,8 @@ def vocab_parallel_logprobs(
 
     Returns:
         logprobs_T and entropy_T, both differentiable; the hidden states' gradient is this rank's part, to be summed
-        over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares` also
-        squares_T, without a gradient.
+            over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares`
+            also squares_T, without a gradient.
     """
     if chunk is None:
         settings: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}

@@ -71,7 +71,8 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Estimates the peak activation memory of a policy rank, all micro-batches in flight included. Results are cached.
+    """Estimates the peak activation memory of a policy rank in bytes, for all micro-batches between their forward and
+    backward pass. Results are cached.
 
     Args:
         decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.

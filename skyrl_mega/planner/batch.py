@@ -65,8 +65,8 @@ class StepSizes:
 
 
 def batch(config: Config, parallel: ParallelDims) -> StepSizes:
-    """Estimates the sizes of an RL step with equally long sequences, of the length from
-    `cluster.rates.length_share`.
+    """Estimates the sizes of an RL step with equally long sequences: the share `cluster.rates.length_share` of the
+    longest possible.
 
     Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.
     """

@@ -109,7 +109,8 @@ def ranked(
 
 
 def near(config: Config, key: str, *, coarse: bool = False) -> list[Change]:
-    """Returns changes of a searched setting to other values, nearest first; [] if the setting's group is null.
+    """Returns changes of a setting to other values, nearest first, without checking them against other settings; [] if
+    the setting's group is null.
 
     If the value is invalid, the default comes first, then values near the default.
 

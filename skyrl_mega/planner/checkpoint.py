@@ -41,7 +41,7 @@ def checkpoint_bytes(
         itemsize: Bytes of a parameter element; frozen parameters are written unchanged.
         freeze_router: True if routers are not trained.
         overlap: True if communication overlaps with compute, which cuts buffers into buckets.
-        moments: Bytes of the two moments per element.
+        moments: Bytes of Adam's two moments per element.
     """
     at, total = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp

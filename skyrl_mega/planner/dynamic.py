@@ -16,14 +16,19 @@ def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
 
     Args:
         config: The settings.
-        signal: Share of groups with a signal, above 0.
+        signal: Share of groups with differing rewards (a signal), above 0.
     """
     return [sampled for sampled, _ in _rounds(config, signal)]
 
 
 def trained(config: Config, signal: float = SIGNAL_SHARE) -> int:
     """Estimates the number of groups trained on in a step: `data.prompts_per_step`, or fewer if all rounds of dynamic
-    sampling together yield fewer groups with a signal, and `dynamic_sampling.mode` is not replace."""
+    sampling together yield fewer groups with a signal, and `dynamic_sampling.mode` is not replace.
+
+    Args:
+        config: The settings.
+        signal: Share of groups with differing rewards (a signal), above 0.
+    """
     wanted = config.data.prompts_per_step
     settings = config.algorithm.dynamic_sampling
     if not settings.enabled or settings.mode == "replace":  # copies fill the step up
@@ -51,7 +56,7 @@ def _rounds(config: Config, signal: float) -> list[tuple[int, int]]:
 
 def note(config: Config, signal: float = SIGNAL_SHARE) -> str | None:
     """Returns a sentence stating the share of groups with a signal, and the prompts and rounds of a step; None without
-    dynamic sampling."""
+    dynamic sampling. `signal` is the share of groups with differing rewards, above 0."""
     if not config.algorithm.dynamic_sampling.enabled:
         return None
     sampled = rounds(config, signal)

@@ -19,11 +19,11 @@ def engine_cut(rollout: RolloutConfig) -> EngineCut:
 def partial_block(config: Config, decoder: Decoder) -> str | None:
     """Returns a description of a part of an engine worker's weights with a width other than a multiple of an FP8 block.
 
-    After quantising such a part, an engine would use other blocks than the policy or the wire.
+    After quantising such a part, an engine would use other blocks than the policy or the weight sync.
 
     Returns:
         Text such as `96 query columns`; None if all parts are multiples, if neither policy nor wire uses block FP8, or
-        if engines do not quantise weights themselves.
+            if engines do not quantise weights themselves.
     """
     rollout = config.rollout
     compared = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"

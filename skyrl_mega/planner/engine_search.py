@@ -191,8 +191,8 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
 
 
 def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> Iterator[EnginePlan]:
-    """Yields, for each candidate of `residency.keep`, the fastest engines that fit beside the policy; on separate GPUs
-    only for the given value. Yields nothing if nothing fits.
+    """Yields, for each value of `residency.keep` to try, the fastest engines that fit beside the policy on shared GPUs.
+    On separate GPUs, yields the fastest engines once, with the given `residency.keep`. Yields nothing if nothing fits.
 
     Args:
         config: The settings.
@@ -252,8 +252,8 @@ def _bytes_by_phase(engine: EngineChoice, keep: list[str] | None, policy: dict[s
 
 
 def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
-    """Returns the bytes missing on the fullest GPU, with the least demanding engines and `residency.keep`; 0 or less if
-    these fit. On separate GPUs only the policy counts, with the given `residency.keep`.
+    """Returns the bytes missing on the fullest GPU, with the engines and the `residency.keep` of least memory; 0 or
+    less if these fit. On separate GPUs only the policy counts, with the given `residency.keep`.
 
     Args:
         config: The settings.

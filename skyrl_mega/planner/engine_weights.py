@@ -69,8 +69,8 @@ def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
 
 
 def staged_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of the largest layer's linear weights, unquantised, in an engine worker during a sync,
-    until vLLM quantises the layer; 0 unless engines quantise weights themselves."""
+    """Returns the bytes that an engine worker needs in addition during a sync: the unquantised linear weights of the
+    largest layer, until vLLM quantises the layer. 0 unless engines quantise weights themselves."""
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0

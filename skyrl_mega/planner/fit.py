@@ -58,7 +58,8 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
     Args:
         config: The settings.
         hf: The model's config.json.
-        strict: Also raise if the plain estimates are too large, without subtracting the margin.
+        strict: True to raise already if the plain estimates are too large; False subtracts the share `MARGIN`, by which
+            an estimate may be too high.
 
     Raises:
         UserError: The run does not fit; one line with key, value and the exceeded limit. Only the first problem is
@@ -76,7 +77,8 @@ def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserEr
     Args:
         config: The settings, with checked layouts.
         decoder: The model.
-        strict: True to compare the plain estimates, without subtracting the margin.
+        strict: True to compare the plain estimates; False subtracts the share `MARGIN`, by which an estimate may be too
+            high.
     """
     return next(_problems(config, decoder, *parallel_of(config), strict), None)
 
@@ -90,7 +92,7 @@ def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[
     Args:
         config: The settings, with checked layouts.
         decoder: The model.
-        strict: True to compare the plain estimates, without subtracting the margin.
+        strict: See `problem`.
     """
     return [*_problems(config, decoder, *parallel_of(config), strict)]
 
@@ -167,7 +169,8 @@ def host_problem(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None
 ) -> UserError | None:
     """Returns, without raising it, the error for the first node whose estimated host memory exceeds the share
-    `RAY_KILLS` of `cluster.host_memory_gib`; None if there is enough, or if the setting is null.
+    `RAY_KILLS` of `cluster.host_memory_gib`, at which Ray ends processes; None if there is enough, or if the setting is
+    null.
 
     Args:
         config: The settings.

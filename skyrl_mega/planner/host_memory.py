@@ -88,7 +88,7 @@ def host_memory(
     node: PlannedNode,
     first: bool,
 ) -> NodeMemory:
-    """Estimates the host memory needed by a run on a node.
+    """Estimates the bytes of host memory needed by a run on a node, by kind.
 
     Args:
         config: The settings.
@@ -257,8 +257,8 @@ class Disk:
 
 
 def disk(config: Config, decoder: Decoder) -> Disk:
-    """Estimates the sizes of the checkpoints and of the export in a run's folder. Checkpoints count 0 if
-    `checkpoint.every` is 0."""
+    """Estimates the bytes of the checkpoints and of the export in a run's folder, over all nodes. Checkpoints count 0
+    if `checkpoint.every` is 0."""
     trained = [(config, decoder), *[(critic_view(config), decoder.critic)] * has_critic(config)]
     checkpoint = sum(_model_bytes(settings, m) for settings, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:

@@ -20,8 +20,7 @@ H200_GIB = 139.8
 
 def without_engine(config: Config, decoder: Decoder) -> UserError | None:
     """Returns, without raising it, the error of a model whose weights no engine inside a node holds; None if an engine
-    of some `rollout.tensor` does, on CPUs, and for engines of several nodes, whose memory is checked like that of any
-    engine."""
+    of some `rollout.tensor` does, on CPUs, and for engines of several nodes, which `fit.check` examines."""
     node, size = config.cluster.gpus_per_node, gpu_bytes(config)
     if on_cpu(config) or engine_ranks(config.rollout) > node:
         return None

@@ -29,7 +29,7 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row of a table per worker of one engine, with the ranges of the worker's layers, heads and experts, by
-    name of the column; all engines are alike."""
+    name of the column; all engines are alike, so one is shown."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

@@ -241,8 +241,8 @@ def kept_in_fp8(config: Config, decoder: Decoder, parallel: ParallelDims, pp: in
 
 
 def fp8_copies(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
-    """Returns the bytes of FP8 copies of weights on a policy rank of pipeline stage `pp`: (in a pass without backward,
-    in a pass with backward); zeros without FP8, and with FP8 parameters.
+    """Returns the bytes of FP8 copies of weights on a policy rank of pipeline stage `pp`: (in a forward pass alone, in
+    a pass with backward); zeros without FP8, and with FP8 parameters.
 
     Transformer Engine keeps a byte per weight for products with activations, and a byte for products with gradients. On
     a CPU the rounded weights are in `model.dtype`; `mxfp8` always needs both copies there.

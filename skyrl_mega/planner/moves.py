@@ -38,8 +38,8 @@ def streaming_rate(config: Config) -> float:
 
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
     """Returns the bytes copied between GPU and host memory in a step, the sum of both directions: by the busiest policy
-    rank, plus by the busiest critic rank, afterwards. Without the copies of a streamed optimizer. 0 if `residency.keep`
-    is null."""
+    rank, plus by the busiest critic rank, because the critic moves afterwards. Without the copies of a streamed
+    optimizer. 0 if `residency.keep` is null."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -75,7 +75,7 @@ class NeedlessOffload:
 
 
 def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[NeedlessOffload]:
-    """Returns the offloads from GPUs that no other process uses: an empty list, or one entry.
+    """Returns the offloads from GPUs that no other process uses: [] or one entry. [] also if `residency.keep` is null.
 
     If policy and engines share no GPU: one entry for all owners with offloaded parts, critic included. Otherwise one
     for the critic, whose GPUs are always its own.

@@ -64,7 +64,7 @@ def planned(config: Config) -> tuple[Config, list[Rate]]:
     """Returns the settings with measured rates in place of defaults, and all rates with their sources.
 
     Measured rates come from `cluster.rates_file`; if null, on GPUs, from the first results of an H100 SXM in `FOLDER`,
-    if any. A rate set to its default value counts as a default.
+    if any. A rate set to its default value counts as a default, and a measured rate replaces it.
 
     Raises:
         UserError: The file of measured rates cannot be read or has another format.

@@ -55,7 +55,7 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
     """Returns single settings and the bytes freed by each, for settings freeing at least `MIN_GAIN` and passing all
-    checks, including host memory; largest gain first. [] if nothing helps.
+    checks, including host memory; largest gain first. The settings may still not suffice. [] if nothing helps.
 
     Args:
         config: The settings.

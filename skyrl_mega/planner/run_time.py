@@ -190,7 +190,7 @@ def error_bar(
         mean: The trajectories of the estimate.
         rates: Rates with their uncertainties; rates with the factor 1 or the value 0 are skipped.
         lengths: Shortest and longest trajectories, if the lengths are assumed; () leaves lengths out.
-        signal: True if the share of groups with a signal is assumed and matters.
+        signal: True if the share of groups with differing rewards is assumed and matters.
     """
     estimate = seconds(config, mean)
     moved: dict[str, list[float]] = {}

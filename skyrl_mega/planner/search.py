@@ -179,8 +179,9 @@ def search(
     gpus: int | None = None,
     goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
-    """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts or the nearest miss. If
-    nothing fits, a quarter of this time goes into finding a sufficient number of GPUs.
+    """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts, best first, or the nearest
+    miss. Nothing fitting is no error. If nothing fits, a quarter of this time goes into finding a sufficient number of
+    GPUs.
 
     Args:
         config: The settings.

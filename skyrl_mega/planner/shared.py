@@ -71,7 +71,7 @@ class SharedGpu:
         every phase with a KV cache; may be smaller than the weights, or negative.
 
         Args:
-            strict: True to use plain estimates, False to subtract the margin.
+            strict: See `fit.problem`.
         """
         with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
         return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
@@ -108,7 +108,7 @@ def misfit(
     Args:
         config: The settings.
         gpus: A shared GPU of each pipeline stage (`shared_gpus`).
-        strict: Use plain estimates, without subtracting the margin.
+        strict: See `fit.problem`.
         allowed: Returns True if settings pass all other checks.
     """
     gpu = max(gpus, key=lambda gpu: gpu.needed(gpu.worst(strict), strict), default=None)

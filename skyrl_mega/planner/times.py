@@ -98,7 +98,7 @@ def step_time(
         config: The settings.
         decoder: The model.
         parallel: The policy's grid.
-        sync: Seconds of the planned weight sync; None assumes a single copy of the model into a node.
+        sync: Seconds of the planned weight sync; None takes the time of copying the model once into a node.
         trajectories: Lengths and environments, instead of `length_share`; None assumes `length_share` of the limits,
             and environments without time.
     """
@@ -242,7 +242,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
 
 
 def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
-    """Estimates the number of sequences of a step running on one engine at once, on average; at least 1.
+    """Estimates the mean number of sequences running on one engine at once in a step; at least 1.
 
     Args:
         config: The settings.

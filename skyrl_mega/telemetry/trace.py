@@ -131,7 +131,12 @@ class TraceWriter:
 
 
 def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Writes events to a gzip file for `TraceWriter.append`; times must be microseconds since the trace's zero."""
+    """Writes events to a gzip file for `TraceWriter.append`, in place of an existing file; creates missing folders.
+
+    Args:
+        file: Output path.
+        events: Events with times in microseconds since the trace's zero.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb", compresslevel=1) as out:
         for event in events:

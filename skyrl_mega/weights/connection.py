@@ -74,7 +74,8 @@ class Connection:
 
     def join(self, device: torch.device, *, source: int | None = None, target: int | None = None) -> Exchange:
         """Joins the process group as policy rank `source`, or as engine worker `target` (counted over the participating
-        engines), and returns the exchange for this process. Exactly one of the two is set.
+        engines), and returns the exchange for this process. Exactly one of the two is set. The caller closes the
+        exchange.
 
         Returns after all processes joined, `timeout_s` at most. `device` is the device of this process's parameters.
 

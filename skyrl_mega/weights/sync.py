@@ -106,7 +106,8 @@ class WeightSync:
         `version`. Connects policy and engines first if the running engines have changed.
 
         A dead or stalled engine is retired and restarted; the other engines are updated and the run continues. Engines
-        restarted since the last sync take part in this sync. If no engine runs, waits for a restart first.
+        restarted since the last sync take part in this sync. If no engine runs, waits for a restart first. Each attempt
+        is bounded by `weights.timeout_s` per stage; failed attempts are repeated with the remaining engines.
 
         Args:
             version: Number of the weights, reported with every completion.
@@ -233,13 +234,15 @@ class WeightSync:
         }
 
     def check(self) -> list[WeightComparison]:
-        """Sends the policy's weights again to the engines of the last `sync`, which must have succeeded; compares them
-        there with the weights in use, and returns a comparison per engine worker.
+        """Sends the policy's present weights to the engines of the last `sync`, which must have succeeded; compares
+        them there with the weights in use, and returns a comparison per engine worker. Call before further training,
+        which makes the weights differ.
 
         Changes no engine weights; a difference raises nothing. Every worker needs memory for a layer's weights.
 
         Raises:
-            ActorFailed: A policy rank or an engine failed; carries the root cause. No engine is retired or restarted.
+            ActorFailed: A policy rank or an engine failed; carries the root cause. No engine is retired or restarted;
+                the next `sync` does so.
         """
         limit = self.config.weights.timeout_s + MARGIN_S
         sends = self.policy.submit_all("send_weights", True)

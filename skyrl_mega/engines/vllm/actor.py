@@ -72,7 +72,8 @@ class VllmEngine:
         """Shape of the routes in completions; None without routes."""
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model, generates a first token and returns the size of the KV cache.
+        """Loads the model, generates a first token and returns the size of the KV cache. Waits without limit; the
+        caller sets one.
 
         Args:
             former: Facts of the previous engine in this place; the cache gets the same size. None for the first engine.
@@ -121,7 +122,8 @@ class VllmEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
+        """Continues prompts and yields completions in small lists as requests end; empty lists, at least `BEATS` in
+        `rollout.request_timeout_s`, show that the engine still works.
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.
@@ -395,6 +397,7 @@ class VllmEngine:
 
     async def begin_update(self) -> None:
         """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights`.
+        `update_weights` and `end_update`, or `abandon_update`, must follow.
 
         Raises:
             NotReady: The weights are asleep.
@@ -405,7 +408,7 @@ class VllmEngine:
         await self._await_vllm(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights from the policy ranks after `begin_update`; returns when the shards of all workers are
+        """Receives weights from the policy ranks after `begin_update`; returns when the weights of all workers are
         complete. All policy ranks and engines of the group must exchange at the same time.
 
         Args:
@@ -424,6 +427,11 @@ class VllmEngine:
         """Installs the received weights as version `version` and resumes computing, unless a part is asleep.
 
         Returns each worker's `weights.exchange.executor.ExchangeReport` as a dict, by rank.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+            Exception: A layer needs all of its weights and did not receive all. vLLM may pass on only the text of the
+                worker's error.
         """
         await self._await_vllm(self.llm.finish_weight_update(str(version)))
         self.version = version

@@ -55,8 +55,8 @@ def names() -> frozenset[str]:
 
 @cache
 def types() -> Mapping[str, frozenset[str]]:
-    """Returns name → allowed types of each vLLM engine argument, such as {"int", "None"}; an empty set if any type is
-    missing in `TAKES`. Empty without vLLM. Reads vLLM's source once."""
+    """Returns name → allowed types of each vLLM engine argument, such as {"int", "None"}; an empty set for an argument
+    with a type unknown to `TAKES`, which is not checked. {} without vLLM. Reads vLLM's source once."""
     spec = importlib.util.find_spec("vllm")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / "engine" / "arg_utils.py"

@@ -35,7 +35,7 @@ class LogprobColumn(LogprobsProcessor):
 
 def collect_columns(processor: OutputProcessor) -> None:
     """Replaces the method `add_request` of vLLM's output processor, so that the log-probs of later requests are
-    collected in a `LogprobColumn` each."""
+    collected in a `LogprobColumn` each. Requests already running are not changed."""
     add = processor.add_request
 
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:

@@ -136,7 +136,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return name in self.layer_of  # without opening anything
 
     def open(self, *, check: bool = False) -> None:
-        """Begins an update: all parameters count as not written. Changes no weights itself; from here on,
+        """Begins an update of all parameters: none counts as written. Changes no weights itself; from here on,
         `params[name]` gives the tensor to write, `mark_written` reports it, and `close` or `abandon` ends the update.
 
         Args:

@@ -183,7 +183,7 @@ def verified_routes(
         name: Name of the request.
 
     Returns:
-        Routes, [len(tokens) - first, M, K].
+        Routes, [len(tokens) - first, M, K]: K experts of each of M layers with experts.
 
     Raises:
         WrongRoutes: Routes are missing, belong to another token or other weights, or are impossible for the model.
@@ -222,7 +222,7 @@ def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape,
         name: Name of the request.
 
     Returns:
-        Routes, [tokens, M, K].
+        Routes, [tokens, M, K]: K experts of each of M layers with experts.
 
     Raises:
         WrongRoutes: Routes are missing or impossible for the model.

@@ -58,7 +58,8 @@ class HoldingScheduler(Scheduler):
         """The steady batch; None if the last step was vLLM's."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Returns the next step's schedule: from the steady batch if the running requests are one, else vLLM's own."""
+        """Returns the next step's schedule: from the steady batch (`engines.vllm.steady`) if the running requests form
+        one and the cache has free blocks, else vLLM's own."""
         batch = self._steady_batch()
         due = batch.due(self.block_size) if batch else []
         if batch is None or len(due) > self.kv_cache_manager.block_pool.get_num_free_blocks():

@@ -50,9 +50,8 @@ def supported(scheduler: Scheduler) -> bool:
 
 
 def is_plain(request: Request) -> bool:
-    """Returns True if a request is between two tokens, needs nothing but tokens and their log-probs, and may hold
-    them.
-    """
+    """Returns True if a request is between two tokens, needs nothing but tokens and their log-probs, and permits the
+    engine to send them later (`MAY_HOLD`)."""
     parameters = request.sampling_params
     return (
         request.status is RequestStatus.RUNNING

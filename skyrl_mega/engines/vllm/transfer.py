@@ -74,7 +74,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         the others.
 
         Raises:
-            TransportError: A process did not join in time; names the missing ranks.
+            TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
         """
         self.shutdown()
         connection, parallel = Connection(**init_info.connection), self.parallel_config
@@ -86,7 +86,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives every box of this worker's shard; a layer is processed when complete. To be called after
+        """Receives all parts of this worker's weights; a layer is installed when complete. To be called after
         `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must follow.
 
         Raises:
@@ -115,7 +115,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
-        """Receives this worker's shard again for comparison with the weights in place, which stay. Needs no
+        """Receives this worker's weights again for comparison with the weights in place, which stay. Needs no
         `start_weight_update`.
 
         Returns:
@@ -209,7 +209,7 @@ class WorkerExtension:
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """Receives this worker's shard again for comparison with the weights in place, which stay; raises as
+        """Receives this worker's weights again for comparison with the weights in place, which stay; raises as
         `ShardTransferEngine.compare`.
 
         Returns:
@@ -262,7 +262,7 @@ class WorkerExtension:
 
     def load_files(self, path: str) -> None:
         """Loads this worker's shard from the Hugging Face directory `path`, in the same way as a sync, a layer at a
-        time. Needs no process group.
+        time. Needs no process group. After an error the weights are partly replaced.
 
         Raises:
             UserError: A tensor is missing or misshapen, or a file cannot be read.

@@ -37,12 +37,14 @@ class Buckets:
 
 def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> Buckets:
     """Cuts the parts of every route into buckets of at most `bucket_bytes` (at least one element), and returns all
-    buckets, those of phase 0 first, then in the order of the plan's parts. A bucket has parts of one route and phase.
+    buckets, those of phase 0 first, then in the order of the plan's parts. A bucket is a message: parts of one route
+    (sender and receivers) and one phase.
 
     Args:
         plan: All transfers.
         bucket_bytes: Maximum size of a bucket with padding, rounded down to a multiple of `ALIGNMENT`.
-        first: Names of the tensors of phase 0, which every receiver gets before all others.
+        first: Names of the tensors of phase 0, which every receiver gets before all others (scales, needed to read the
+            rest).
     """
     room = max(ALIGNMENT, bucket_bytes // ALIGNMENT * ALIGNMENT)
     parts, begin = cut(plan.parts, room)

@@ -101,7 +101,8 @@ class Exchange:
     Args:
         plan: All transfers; the same in every process of the transport.
         transport: The group; source rank s of the plan is process `source_base + s`, target rank t `target_base + t`.
-            Device peers are given by `ipc.device_owners`. Construction connects device owners and peers.
+            Of the processes on a device, the first (the device owner) sends and receives for the others (its device
+            peers); see `ipc.device_owners`. Construction connects owners and peers.
         wire: The types on the wire; the sender converts to them, the receiver from them.
         source, target: This process's ranks in the two layouts; None without a part in a layout.
         source_layout, target_layout: With scales if the wire quantises (`fp8.format.with_scales`).
@@ -225,7 +226,8 @@ class Exchange:
         return run.report
 
     def close(self) -> None:
-        """Leaves the group and frees the buffers for good. Closing twice is harmless."""
+        """Leaves the group and frees the buffers for good; does not wait for other processes. Closing twice is
+        harmless."""
         self.transport.close()
         for peer in self._device_peers.values():
             peer.close()

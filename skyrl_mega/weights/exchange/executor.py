@@ -119,7 +119,8 @@ class ExchangeRun:
 
     def load(self, bucket: RankBucket, flat: Tensor, *, local: bool) -> None:
         """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent. A
-        difference raises nothing here, but in `verify`. Calls `loaded` for each parameter that is now complete.
+        difference raises nothing here, but in `verify`. Calls `loaded` with the name of each parameter that is now
+        complete.
 
         Args:
             bucket: The bucket.
@@ -331,8 +332,8 @@ class Member:
 def read_from_owner(
     run: ExchangeRun, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int
 ) -> None:
-    """Executes a run as a device peer: waits for each bucket and loads it directly from the device owner's buffers,
-    without a copy of the bucket.
+    """Executes a run in a process whose device is owned by another process (`ipc.device_owners`): waits for each bucket
+    and loads it directly from the owner's buffers, without a copy of the bucket.
 
     Args:
         run: Inputs and progress of the run.

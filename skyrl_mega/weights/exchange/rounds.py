@@ -20,12 +20,12 @@ def rounds(
         chains: By bucket, the packing process, the first receiver, and the further receivers, served in turn by the
             first. A bucket with a single process stays on the device and takes up a send.
         processes: Number of processes; `chains` contains numbers below it.
-        live: Buckets held by a process at once, at least 2.
+        live: Maximum number of buckets held by a process at once, at least 2.
         phases: By bucket, ascending. A phase begins after all rounds of the previous phase.
 
     Returns:
         By bucket, ascending rounds, counted from 0: one for each process after the first; a single round for a bucket
-        with a single process.
+            with a single process.
 
     Raises:
         ValueError: `live` is below 2.

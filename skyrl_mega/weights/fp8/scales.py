@@ -126,8 +126,8 @@ def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
 
 
 def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:
-    """Returns the name of a tensor whose local tensor cannot be quantised in the wire's blocks, because a block is cut
-    among ranks, or a piece does not begin on a block of the local tensor; None without any.
+    """Returns the name of the first tensor whose local tensor cannot be quantised in the blocks sent to the engines,
+    because a block is cut among ranks, or a piece does not begin on a block of the local tensor; None without any.
 
     Args:
         layout: The layout of the weights.

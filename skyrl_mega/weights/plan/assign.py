@@ -44,7 +44,8 @@ class Route:
 
 
 def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
-    """Returns routes that deliver every part once to every rank that wants the part, sorted by source and receivers.
+    """Returns routes (a source, its receivers and their parts) that deliver every part once to every rank that wants
+    the part, sorted by source and receivers.
 
     Args:
         demand: The parts, their holders and their receivers.
@@ -181,7 +182,8 @@ def _between_nodes(classes: _Classes, routes: _RouteBuilder) -> None:
 
 
 def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
-    """Assigns every item of every line to a rank of the line, minimising the busiest link's load.
+    """Assigns every item of every line (a list of items with the same eligible ranks) to a rank of the line, minimising
+    the busiest link's load by a heuristic.
 
     Args:
         options: By line, the eligible ranks, at least one.

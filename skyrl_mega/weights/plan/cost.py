@@ -97,7 +97,8 @@ class HostTime:
 
 
 def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
-    """Estimates the host's seconds for a sync on GPUs: Python, launches and, in the first sync, compilation.
+    """Estimates the host's seconds for a sync on GPUs, of the busiest process: Python, launches and, in the first sync,
+    compilation.
 
     Args:
         plan: The plan.
@@ -155,7 +156,7 @@ def imbalance(carried: Ints) -> float:
 
 def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     """Returns a lower bound, in seconds, of the transfer time of any plan for this demand over these links, all working
-    at once. Copies within a device count as free.
+    at once; host time is not included. Copies within a device count as free.
 
     - A node must receive once everything wanted but not held by the node's ranks, over the wanting ranks' NICs; data
       for only some NICs must fit through these.

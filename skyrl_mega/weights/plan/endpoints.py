@@ -66,7 +66,7 @@ def lay_out(
     Args:
         hf: The model's config.json.
         parallel: Parallel sizes of the policy.
-        spec: The policy's layer spec, the source of parameter names.
+        spec: Kind of the policy's layers ("te" or "local"), which decides the names of parameters.
         engines: Parallel layout of the engines.
         topology: Devices of policy ranks and engine workers.
 

@@ -131,7 +131,7 @@ def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int
     Args:
         source: Layout of the holders.
         target: Layout of the receivers.
-        itemsize: Bytes of an element on the wire, for each tensor of `target` in order.
+        itemsize: Bytes of an element as sent, for each tensor of `target` in order.
         slab_bytes: Maximum size of a part.
 
     Raises:

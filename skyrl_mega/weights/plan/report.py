@@ -39,7 +39,7 @@ def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -
         plan: The plan.
         count: Bytes by link (`cost`).
         host: Core seconds of the busiest process (`host_time`).
-        seconds: Planning time.
+        seconds: Planning time in seconds.
         wire: User-facing description of the wire's types.
     """
     links = count.predicted
@@ -82,7 +82,7 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         plan: The plan.
         count: Bytes by link (`cost`).
         host: Core seconds of the busiest process (`host_time`).
-        seconds: Planning time.
+        seconds: Planning time in seconds.
     """
     t, links = plan.topology, plan.topology.links
     policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))

@@ -49,7 +49,7 @@ class SyncInputs:
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
         """Returns the inputs for the settings and the devices of all processes, with all engines as members. With
-        `cluster.device: auto` the policy's layer spec is that of CUDA.
+        `cluster.device: auto` the policy's layers are those of CUDA.
 
         Args:
             config: The settings.
@@ -108,7 +108,8 @@ class SyncInputs:
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """Computes the plan of a sync with all engines. Caches nothing.
+    """Computes the plan of a sync with all engines, in seconds for a large model. Caches nothing (`Connection.plan`
+    does).
 
     Args:
         config: The settings.

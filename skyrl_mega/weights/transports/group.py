@@ -113,8 +113,8 @@ class Transport:
     def exchange(
         self, receive: Message | None, send: Message | None, tag: int, prepare: Callable[[], None] = lambda: None
     ) -> tuple[int | None, int | None]:
-        """Starts at most one message in each direction. Only for members of the process group that have not left it: a
-        device peer has no such messages.
+        """Starts at most one message in each direction. Only for members of the process group that have not left it; a
+        process whose device another process owns is no member.
 
         If waiting blocks the host, the receive is already under way when `prepare` runs; on CUDA streams both messages
         start as an NCCL group.
@@ -268,7 +268,7 @@ class Transport:
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
     """Cancels the group called `group`: every process that waits in `join` for other processes, now or later, raises
-    TransportError with `cause`. Processes that have already joined are not affected.
+    TransportError with `cause`. Processes that have already joined are not affected. Does not wait.
 
     Raises:
         RuntimeError: The store does not answer.
@@ -321,7 +321,8 @@ def join(
         device: Device of all tensors to send and receive.
         timeout_s: Seconds for joining, and later the time limit of each run.
         group: Name unlike any earlier group's at this store.
-        device_peers: Numbers of the device peers, which have no rank in the process group; see `ipc.device_owners`.
+        device_peers: Numbers of the processes whose device another process owns; these get no rank in the process
+            group. See `ipc.device_owners`.
 
     Raises:
         TransportError: The store does not answer, ranks did not join in time, or the group was called off (`call_off`);

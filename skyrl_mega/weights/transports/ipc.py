@@ -41,8 +41,8 @@ SLOT_ALIGNMENT = 256
 
 
 def device_owners(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
-    """Returns process → device owner for all processes: the first process on the device, policy ranks before engine
-    workers. A process alone on a device owns the device.
+    """Returns process → owner of its device for all processes. The owner, the first process on the device (policy ranks
+    before engine workers), sends and receives for the others. A process alone on a device owns the device.
 
     Args:
         topology: Devices of the ranks.
@@ -183,7 +183,8 @@ class ToOwner(PeerChannel):
             os.close(descriptor)
 
     def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
-        """Waits until the owner has announced a bucket; returns the bucket's byte offset in the owner's buffers.
+        """Waits, until `deadline` at most, for the owner to announce a bucket; returns the bucket's byte offset in the
+        owner's buffers.
 
         Args:
             bucket: Number of the expected bucket: the next one in the owner's order.
@@ -302,11 +303,11 @@ def connect(
     Args:
         transport: The joined group.
         owners: Result of `device_owners`.
-        buffers: The buffers of this process, shared if it owns a device.
+        buffers: The buffers of this process; an owner shares them.
 
     Returns:
         Process → connection to the device peer, {} without peers; and the connection to the owner, None for an owner,
-        also for a process alone on its device.
+            also for a process alone on its device.
 
     Raises:
         TransportError: A process of the device did not connect in time.
