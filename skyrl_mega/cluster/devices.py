@@ -89,7 +89,7 @@ def least_driver(cuda: str | None) -> int | None:
 
 
 def outdated(cuda: str | None, driver: str | None) -> bool:
-    """Returns True if the driver version is too old for the CUDA version; False if either is unknown."""
+    """Returns True if the driver version is too old for the CUDA version; False if either is unknown (None)."""
     minimum, branch = least_driver(cuda), (driver or "").partition(".")[0]
     return minimum is not None and branch.isdigit() and int(branch) < minimum
 

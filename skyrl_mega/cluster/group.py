@@ -88,12 +88,13 @@ class ActorGroup:
                 `placement.by_gpu` if Ray assigned GPUs. None leaves the choice to Ray.
             env: Environment variables of every actor process.
             logs: Folder of the log files; None keeps Ray's log files.
-            waiting: Receives the names of the actors that are not up.
+            waiting: Receives the names of the actors that are not up, again and again during the wait; None: nothing is
+                called.
 
         Raises:
             UserError: A constructor raised it.
             ActorFailed: A constructor raised another error, or a process died.
-            ActorTimeout: Some actors were not up in time.
+            ActorTimeout: Some actors were not up within `timeout` seconds.
         """
         import ray
 
@@ -219,7 +220,7 @@ class ActorGroup:
             ClusterError: The group has been shut down.
             UserError: The constructor raised it.
             ActorFailed: The constructor raised another error, or the replacement died.
-            ActorTimeout: The replacement was not up in time.
+            ActorTimeout: The replacement was not up within `timeout` seconds.
         """
         assert self._start is not None
         self.end(rank)

@@ -80,7 +80,7 @@ def session(
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster requires another token.
         ClusterError: Ray did not start or refused the connection, or this process is connected already.
-        NodesMissing: Nodes did not join in time.
+        NodesMissing: Nodes did not join within `timeout_s`.
         NodeLost: Replaces an error inside the block if a node of the joined cluster is gone.
     """
     address = os.environ.get("RAY_ADDRESS")
@@ -184,7 +184,7 @@ def gpus_joined(nodes: int, timeout_s: float) -> float:
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster requires another token.
         ClusterError: Ray refused the connection.
-        NodesMissing: Nodes did not join in time.
+        NodesMissing: Nodes did not join within `timeout_s`.
     """
     with session(actors=0, nodes=nodes, timeout_s=timeout_s):
         import ray

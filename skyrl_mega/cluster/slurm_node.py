@@ -133,7 +133,8 @@ class Allocation:
         return sorted(file.name for file in (self.folder / state).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
-        """Writes a text to a file of the shared folder atomically; `file` is the path inside this folder."""
+        """Writes a text to a file of the shared folder atomically, replacing an existing file; `file` is the path
+        inside this folder."""
         partial = self.folder / f".{self.node}.partial"
         partial.write_text(text)
         partial.rename(self.folder / file)
@@ -250,8 +251,8 @@ def check_all(job: Allocation, node: RayNode) -> None:
 
 
 def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
-    """Waits for the launcher's end and returns the exit code, 128 + n after signal n. Asks the launcher to stop
-    (SIGUSR1) once the batch script says so.
+    """Waits for the launcher's end and returns the exit code, 128 + n after signal n. Asks the launcher once to stop
+    (SIGUSR1) when the batch script creates the file `stop`. The wait has no limit.
 
     Raises:
         Ended: A node failed, or this process received a signal.

@@ -98,7 +98,7 @@ class MegatronActor:
             timeout_s: Seconds for joining, and the time limit of collectives.
 
         Raises:
-            RuntimeError: Not all ranks joined in time.
+            RuntimeError: Not all ranks joined within `timeout_s`.
             UserError: The settings or config.json are not supported, or a package is missing (`model.build_model`).
         """
         with without_wandb():

@@ -50,7 +50,8 @@ _WORDS = {
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     """Checks names and types of `policy.options` and related settings against the installed megatron-core.
 
-    Nothing is checked if megatron-core is not installed, as in a dry run on another machine.
+    Nothing is checked if megatron-core is not installed, as in a dry run on another machine. `critic` is None for a run
+    without a critic.
 
     Raises:
         UserError: An option is unknown to megatron-core, with the closest known names; or a value has another type,

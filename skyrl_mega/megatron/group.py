@@ -24,8 +24,8 @@ class TrainGroup:
     """All ranks of a policy, of a critic, or of a reference with a separate layout.
 
     `hold` splits the mini-batches of an RL step once. The ranks keep the micro-batches, with all computed columns,
-    until the next `hold`. Every call waits at most `timeout_s` and, after an error, ends the group. Paths are sent as
-    absolute paths, because ranks may run in another working directory.
+    until the next `hold`. Every wait is bounded by `timeout_s`; after an error of a rank the group is ended. Paths are
+    sent as absolute paths, because ranks may run in another working directory.
     """
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
@@ -38,11 +38,11 @@ class TrainGroup:
 
         Args:
             path: The directory.
-            waiting: Called, during the wait, with the names of the ranks still loading.
+            waiting: Called, during the wait, with the names of the ranks still loading; None: nothing is called.
 
         Raises:
             UserError: A tensor is missing or has another shape.
-            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`. After any error the group is ended.
         """
         self._call("load", str(path.absolute()), waiting=waiting)
 
@@ -52,11 +52,11 @@ class TrainGroup:
 
         Args:
             path: The directory.
-            waiting: Called, during the wait, with the names of the ranks still loading.
+            waiting: Called, during the wait, with the names of the ranks still loading; None: nothing is called.
 
         Raises:
             UserError: A tensor is missing or has another shape.
-            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`. After any error the group is ended.
         """
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
 
@@ -66,7 +66,7 @@ class TrainGroup:
 
         Raises:
             UserError: megatron-core refuses `options` of the settings.
-            ActorFailed: A rank failed or did not answer in time. After any error the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`. After any error the group is ended.
         """
         self._call("reset_optimizer", optimizer)
 
@@ -74,7 +74,7 @@ class TrainGroup:
         """Sets the loss settings of all ranks, for callers that train several times with the same actors.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         self._call("set_algorithm", algorithm)
 
@@ -113,7 +113,7 @@ class TrainGroup:
             per_sample: True if `values` hold a value per sequence, [S], which the ranks repeat for all tokens.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
 
         def cut(mini: int, rows: Tensor) -> Any:
@@ -142,7 +142,7 @@ class TrainGroup:
                 None adds none.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
@@ -153,7 +153,7 @@ class TrainGroup:
         the device.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         return self._collected(self._call("logprobs", temperature))
 
@@ -168,7 +168,7 @@ class TrainGroup:
             Float32 [T] for each mini-batch; 0 for tokens without a weight in the loss.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         self._call("keep_values", name)
         return self.column(name)
@@ -181,7 +181,7 @@ class TrainGroup:
 
         Raises:
             ValueError: No rank has the column; the group still works.
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         return self._collected(self._call("column", name))
 
@@ -235,7 +235,7 @@ class TrainGroup:
         error.
 
         Raises:
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
@@ -275,7 +275,7 @@ class TrainGroup:
 
         Raises:
             UserError: The checkpoint belongs to another model, or is damaged (`Damaged`); the group is ended.
-            ActorFailed: A rank failed or did not answer in time; the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
         self._call("restore", str(folder.absolute()))
 

@@ -90,7 +90,7 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
         timeout_s: Time limit in seconds of joining and of collectives.
 
     Raises:
-        RuntimeError: Not all ranks joined in time.
+        RuntimeError: Not all ranks joined within `timeout_s`.
     """
     # Megatron relies on one connection per pair to order sends and receives.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -126,7 +126,8 @@ def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
 def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
+    """Returns megatron-core's configuration of the architecture in this layout. `hf` is the model's config.json.
+    `policy.options` take precedence.
 
     Raises:
         UserError: megatron-core refuses `policy.options`, or the architecture is not supported.
@@ -228,7 +229,8 @@ def build_model(
 ) -> list[HiddenGPT]:
     """Returns this rank's model chunks on the device: one, or one per virtual stage. Weights are not loaded.
 
-    Call after `join`. `head` is the output projection ("vocab"), or a critic's value head ("value").
+    Call after `join`. `hf` is the model's config.json. `head` is the output projection ("vocab"), or a critic's value
+    head ("value").
 
     Raises:
         UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported, or as in

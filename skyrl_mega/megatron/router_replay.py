@@ -214,7 +214,7 @@ class RouterReplay:
         choice for tokens without a route. Counts tokens, and records the own choice in mode `recording`.
 
         Args:
-            place: Index of the MoE layer among the rank's MoE layers.
+            place: Index of the layer among the model's MoE layers.
             scores: [L, E], the router's scores for choosing.
             own_choice: Scores and indices chosen by the router, [L, K] each.
         """

@@ -98,7 +98,7 @@ class StageBuffers:
 def stage_buffers(
     chunks: Sequence[Parameters], parallel: ParallelDims, pp: int, freeze_router: bool, *, overlap: bool
 ) -> StageBuffers:
-    """Returns the buffers of pipeline stage `pp`. The arguments are those of `model_state`."""
+    """Returns the buffers of pipeline stage `pp`, counted from 0. The arguments are those of `model_state`."""
     frozen, fixed, dense, expert = 0, 0, [], []
     for i, chunk in enumerate(chunks):
         full = full_bucket(parallel, pp, i) if overlap else None

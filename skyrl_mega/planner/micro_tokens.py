@@ -51,8 +51,8 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
 
 def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
     """Returns the settings of a run with `policy.micro_tokens` set, and writes a new choice to `FILE` in the run's
-    folder. A resumed run keeps the choice in this file, or chooses again if the file is missing. A number given in the
-    settings stays, and no file is read or written.
+    folder, replacing an earlier file. A resumed run keeps the choice in this file, or chooses again if the file is
+    missing. A number given in the settings stays, and no file is read or written.
 
     Args:
         config: The settings.

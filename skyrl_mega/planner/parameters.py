@@ -60,7 +60,8 @@ class Parameters:
 
 @lru_cache(maxsize=4096)
 def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
-    """Returns the parameters of each model chunk of a rank on pipeline stage `pp`: one chunk, or one per virtual stage.
+    """Returns the parameters of each model chunk of a rank on pipeline stage `pp` (from 0): one chunk, or one per
+    virtual stage.
 
     Ranks with equal `pp` hold tensors of the same shapes.
     """

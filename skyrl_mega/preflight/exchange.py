@@ -24,11 +24,11 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
         port: Port of rank 0.
         device: `cuda` or `cpu`.
         mib: Size of a message in MiB.
-        timeout_s: Time limit of a connection or collective, in seconds.
+        timeout_s: Time limit of each connection and each collective, in seconds.
 
     Raises:
-        RuntimeError: The other end does not answer in time (torch's `DistError`), or the received bytes differ from the
-            sent bytes.
+        RuntimeError: The other end does not answer within `timeout_s` (torch's `DistError`), or the received bytes
+            differ from the sent bytes.
     """
     import torch
     import torch.distributed as dist

@@ -31,8 +31,8 @@ class FabricFacts:
 
 
 def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> FabricFacts:
-    """Returns the adapters listed by the kernel of this node, and the number of adapters opened by libibverbs. A
-    missing library is not raised but described in `FabricFacts.error`; without adapters it is not loaded.
+    """Returns the InfiniBand and RoCE adapters listed by the kernel of this node, and the number of adapters opened by
+    libibverbs. A missing library is not raised but described in `FabricFacts.error`; without adapters it is not loaded.
 
     Args:
         adapters: The kernel's folder of adapters.

@@ -42,7 +42,7 @@ def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[
 
     Args:
         nodes: Names of the nodes.
-        linked: True if the first node reaches the second; a link needs both directions.
+        linked: Returns True if the first node reaches the second; a link needs both directions.
     """
     largest: set[str] = set()
     remaining = list(nodes)

@@ -23,7 +23,8 @@ class ModelFacts:
 
 
 def gather(model: Path) -> ModelFacts:
-    """Returns the facts about the model's folder on this node. Raises no error for a missing or damaged folder.
+    """Returns the facts about the model's folder on this node. A missing or damaged folder is described in
+    `ModelFacts.error`, not raised.
 
     Checks the headers of all weights against config.json. The hash covers the names and sizes of all files, and the
     contents of small files, but no weights.

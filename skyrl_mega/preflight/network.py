@@ -68,7 +68,7 @@ def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) 
 
     Args:
         endpoints: Node → its listener.
-        timeout_s: Time limit of a connection.
+        timeout_s: Time limit of each connection, in seconds.
     """
 
     def failure(endpoint: NodeAddress) -> str | None:
@@ -218,7 +218,7 @@ def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | Non
 
     Args:
         pairs_measured: Results of all pairs.
-        expected: Expected rate; None: the median is not compared with it.
+        expected: Expected rate; None compares the links only with each other.
     """
     rates = [p.gb_s for p in pairs_measured if p.gb_s is not None]
     median = statistics.median(rates) if rates else 0.0

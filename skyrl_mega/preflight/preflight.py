@@ -48,7 +48,8 @@ class ClusterNode:
 
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
-    """Runs a preflight if `cluster.preflight` is always, or auto on GPUs, and writes the report to `preflight.json`.
+    """Runs a preflight if `cluster.preflight` is always, or auto on GPUs, and writes the report to `preflight.json`,
+    replacing an earlier one.
 
     Args:
         config: The settings, with `cluster.device` decided.
@@ -148,7 +149,8 @@ def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> s
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Returns the nodes for actors in the connected Ray cluster, ordered by address."""
+    """Returns the nodes for actors in the connected Ray cluster, ordered by address. A node is named by its address,
+    with `#0`, `#1`, … if several have the same."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)

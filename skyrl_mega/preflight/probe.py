@@ -47,8 +47,8 @@ class Probe:
         """Returns kind → the node's facts: versions, paths and, if they apply, model, gpus and fabric. Also writes this
         node's file into the run's folder (`paths.gather`).
 
-        The value of a failed kind is the exception, and of a slow kind a TimeoutError: a dead mount does not hide the
-        other facts.
+        The value of a failed kind is the exception, and after `timeout_s` of the settings a TimeoutError: a dead mount
+        does not hide the other facts.
         """
         settings = self.settings
         jobs: dict[str, Callable[[], Any]] = {

@@ -37,7 +37,7 @@ def model_config(config: Config) -> Mapping[str, Any]:
     content to be written.
 
     Raises:
-        UserError: The config.json is missing or unreadable.
+        UserError: There is neither the folder nor `model.build`, or config.json is missing or unreadable.
     """
     path = Path(config.model.path)
     if config.model.build is None or path.exists():

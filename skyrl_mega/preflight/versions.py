@@ -41,7 +41,7 @@ def _source() -> str:
 
 
 def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[NodeProblem]:
-    """Returns a finding (bad) for each difference between a node's version and most nodes'; [] without any.
+    """Returns a finding (bad) for each version of a node that differs from the version on most nodes; [] without any.
 
     Args:
         facts: Node → name → version, such as results of `gather`.

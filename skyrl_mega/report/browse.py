@@ -33,7 +33,8 @@ BODY = """<noscript><p>This page shows its trajectories with JavaScript, which i
 
 
 def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: None) -> str:
-    """Returns the HTML page for reading trajectories, in the order given; reads their tokens from the files.
+    """Returns a self-contained HTML page for reading trajectories, in the order given; reads their tokens from the
+    files.
 
     Args:
         records: The trajectories.

@@ -54,7 +54,7 @@ def document(
         body: HTML, with all outside text escaped.
         styles: Files of `assets/`, added after `common.css`.
         programs: Files of `assets/`, added after `common.js`.
-        blocks: Name → value for the page's program, unpacked on demand.
+        blocks: Name → JSON value for the page's program, unpacked on demand; None without any.
         served: True for a page with requests to its own server.
     """
     style = "".join(map(_asset, ("common.css", *styles)))
@@ -90,7 +90,7 @@ def table(rows: Iterable[str], heads: Iterable[str] = (), style: str = "settings
 
 
 def save(file: Path, page: str) -> None:
-    """Writes a page to a file, as a whole or not at all; replaces only an existing page of `document`.
+    """Writes a page to a file, as a whole or not at all; replaces an existing file only if it is a page of `document`.
 
     Raises:
         UserError: The folder is absent or not writable, or the existing file is not a page of `document`.

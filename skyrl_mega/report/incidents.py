@@ -18,7 +18,8 @@ FAILURES = 20
 
 
 def html(run: RunData, name: str, several: bool) -> str:
-    """Returns a run's last fault, crashes, health findings and failures by kind as HTML; empty without any.
+    """Returns a run's last fault, crashes of engines and rollout workers, health findings and failed trajectories by
+    kind as HTML; "" without any.
 
     Args:
         run: The run.

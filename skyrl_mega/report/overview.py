@@ -131,7 +131,7 @@ def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> P
     Args:
         folder: Folder of the run.
         steps: Timelines of the steps, in order; not empty.
-        file: Path of the page.
+        file: Path of the page. An older page is replaced.
 
     Raises:
         UserError: The folder does not belong to a run, or the file cannot be written.
@@ -155,7 +155,7 @@ def page(runs: Sequence[RunData], live: str = "") -> str:
     """Returns the HTML page of the runs.
 
     Args:
-        runs: The runs.
+        runs: The runs, at least one.
         live: Version of a page that asks its server for newer versions; empty for a file.
 
     Raises:

@@ -99,7 +99,7 @@ def lines(series: Sequence[Series], log: bool = False, marks: Sequence[Mark] = (
 
     Args:
         series: The lines. A line with more than `MOST` points is averaged.
-        log: True for a logarithmic vertical axis; values not above 0 then leave gaps.
+        log: True for a logarithmic vertical axis; values not above 0 then leave gaps, like None.
         marks: Events between steps.
     """
     thinned = [_thin(s) for s in series]
@@ -142,8 +142,8 @@ def is_flat(values: Sequence[float | None]) -> bool:
 def stacked(
     names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]], marks: Sequence[Mark] = ()
 ) -> Drawing:
-    """Draws a bar per step, with layers stacked from the bottom; more than `BARS` steps are averaged. Returns an empty
-    drawing without steps.
+    """Draws a bar per step, with layers (seconds) stacked from the bottom; more than `BARS` steps are averaged. Returns
+    an empty drawing without steps.
 
     Args:
         names: Names of the layers.

@@ -185,7 +185,8 @@ SORTS: dict[str, Callable[[Record], Any]] = {
 
 def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (run name, file) for each trajectory file in the given run folders, `trajectories/` folders, folders of
-    evaluations and files, in order and each once. For a folder of an evaluation, the name is that of the data set.
+    evaluations and files, in the order of `paths`, by step inside a folder, each once. For a folder of an evaluation,
+    the name is that of the data set.
 
     Raises:
         UserError: A path is absent or contains no trajectories.
@@ -245,7 +246,8 @@ def load(
 
 
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
-    """Reads and yields the tokens of each trajectory, in order; empty arrays for samples of an evaluation.
+    """Reads and yields the tokens of each trajectory, in order; empty arrays for samples of an evaluation, whose files
+    contain no tokens.
 
     A file is read once for consecutive records of the same file.
 

@@ -226,7 +226,7 @@ def local_time(event: EventLine) -> str:
 
 def read(folder: Path) -> RunData:
     """Reads settings and metrics from a run's folder; secrets in the settings are masked. Without `metrics.jsonl`, as
-    before the first step, `rows` is empty.
+    before the first step, `rows` is empty. Events are read later, on first use.
 
     Raises:
         UserError: The folder has no `config.yaml`, or a file cannot be read.

@@ -70,7 +70,7 @@ def as_text(selection: Selection, brief: bool) -> None:
 
 def as_page(selection: Selection, file: Path) -> None:
     """Writes the HTML page of trajectories to `file`, and prints a summary with the location. Without a limit, the page
-    has all matching trajectories.
+    has all matching trajectories. An older page is replaced.
 
     Raises:
         UserError: A path contains no trajectories, or none of a wanted step; or the file cannot be written.

@@ -128,7 +128,7 @@ def _changed_facts(before: RunStart, after: RunStart) -> Iterator[str]:
 
 def marks(events: Sequence[EventLine]) -> list[StepMark]:
     """Returns the marks of resumes and failures for plots over steps, in order; events at the same position share a
-    mark. At most `MARKS` are returned: resumes before failures, earlier before later ones."""
+    mark. At most `MARKS` are returned: all resumes are kept before any failure, earlier before later ones."""
     by_step: dict[float, StepMark] = {}
     for start in starts(events):
         if start.resumed_after is not None:

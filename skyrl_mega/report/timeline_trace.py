@@ -17,7 +17,7 @@ GAP_S = 0.01
 
 
 def write(steps: Sequence[StepTimeline], file: Path) -> None:
-    """Writes a Perfetto trace of some steps; replaces an existing file only if it is such a trace.
+    """Writes a trace of some steps for ui.perfetto.dev; replaces an existing file only if it is such a trace.
 
     Args:
         steps: The steps; not empty.

@@ -92,8 +92,8 @@ class BackgroundLoop:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine while the calling thread waits, and returns the result or raises its exception. Other tasks
-        keep running. If the wait is interrupted, the coroutine is cancelled."""
+        """Runs a coroutine while the calling thread waits, and returns the result or raises its exception. The wait has
+        no limit. Other tasks keep running. If the wait is interrupted, the coroutine is cancelled."""
         future = self.start(work)
         try:
             return future.result()

@@ -46,8 +46,8 @@ class Generator:
         refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
         look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`). Ignored with
-            `workers`.
+        lockstep: True to send the requests of a turn only once all trajectories have one (`rollout.routing.lockstep`).
+            Ignored with `workers`.
         loop: The event loop of the phases.
         workers: Rollout workers running the trajectories; None runs them in this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected
@@ -99,7 +99,8 @@ class Generator:
         progress: Progress | None = None,
     ) -> list[Group]:
         """Runs `samples` trajectories of every prompt and returns a group per prompt, in the prompts' order. Clears the
-        engines' prefix caches first. Blocks until all trajectories ended.
+        engines' prefix caches first. Blocks, without a time limit, until all trajectories ended; `look` can end the
+        wait.
 
         Equal weights, prompts and seed give equal random streams. The results are bit-identical with `lockstep`, and
         for single-turn trajectories on a single engine (limits: docs/parity.md). Otherwise rounding may differ between
@@ -135,7 +136,7 @@ class Generator:
 
         Args:
             sampling: Sampling parameters.
-            service: True for a service (`Router`), which advances without lockstep.
+            service: True for a service (`Router`), in which trajectories do not wait for each other.
         """
         if self.workers is not None:
             client = WorkerClient(self.workers, self.fleet, sampling, service=service, spans=self._spans)

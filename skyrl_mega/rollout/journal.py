@@ -125,10 +125,11 @@ def digest(request: Request) -> bytes:
 
 
 def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:
-    """Writes turns to a Parquet file atomically; replaces an existing file. The folder must exist. An OSError names
-    `file`.
+    """Writes turns to a Parquet file atomically; replaces an existing file. The folder must exist. Routes make up most
+    of the bytes and hardly repeat, so compression is off for routes.
 
-    Routes make up most of the bytes and hardly repeat, so compression is off for routes.
+    Raises:
+        OSError: The file cannot be written; names `file`.
     """
     completions = [(turn, turn.completion) for turn in recorded]
     columns = [

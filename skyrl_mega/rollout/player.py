@@ -27,7 +27,8 @@ class Player(Protocol):
             prompt: The prompt.
             sample: Number of the sample within the prompt, from 0.
             name: Unique name; the source of the requests' names and random stream.
-            start: See `Gate`; ignored unless all environments are open at once.
+            start: Awaited before the first turn (`Gate`); None: nothing is awaited. It is ignored if the number of open
+                environments is limited, or workers run the trajectories.
 
         Raises:
             NoServingActor: No engine is left, in a phase.

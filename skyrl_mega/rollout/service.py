@@ -86,8 +86,8 @@ class RolloutService:
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
         """Starts to generate a group for each ticket and returns at once; `done` returns the groups. `prompts` are the
         tickets' prompts in the same order. As in a phase, all environments are opened before the first trajectory runs,
-        but slow environments delay the other groups by at most `TOGETHER_S`. Samples in a ticket's `played` do not run
-        again.
+        but slow environments delay the other groups by at most `TOGETHER_S`. Samples in a ticket's `played` (from a
+        checkpoint) do not run again.
 
         If no group is under way, the engines first forget cached prefixes, which takes up to `timeout_s`. Without
         tickets nothing happens. A missing engine is no error while engines restart: the requests wait.
@@ -124,8 +124,8 @@ class RolloutService:
         return new_groups
 
     def write_turns(self, folder: Path) -> None:
-        """Writes the recorded turns of unfinished trajectories into `folder`, a file from this process and one from
-        each rollout worker (`journal.file_of`). `folder` must exist.
+        """Writes the recorded turns of unfinished trajectories into `folder`, replacing existing files: a file from
+        this process and one from each rollout worker (`journal.file_of`). `folder` must exist.
 
         Raises:
             ActorFailed: A rollout worker could not write the file; the turns of a crashed or slow one are only lost.

@@ -53,7 +53,7 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, who: object) -> AsyncIterator[None]:
-        """Waits until a slot is free and holds the slot inside the `async with` block.
+        """Waits, without limit, until a slot is free, and holds the slot inside the `async with` block.
 
         Args:
             who: The user of the slot, such as a player.
@@ -111,7 +111,8 @@ class SlotPlayer:
         self.player, self.slots, self.router = player, slots, player.router
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits for a slot, runs the trajectory and returns it with the wait in `seconds["slot"]`; ignores `start`.
+        """Waits, without limit, for a slot, runs the trajectory and returns it with the wait, in seconds, in
+        `seconds["slot"]`; ignores `start`.
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout

@@ -77,7 +77,8 @@ class Asynchronous:
 
         With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
         `max_rounds` times a step's groups were dropped, or only a step's groups if every environment in the dropped
-        groups failed. Returns fewer groups than `wanted`, perhaps none, after that, and at the end of the data.
+        groups failed. Returns fewer groups than `wanted` (`data.prompts_per_step`), perhaps none, after that, and at
+        the end of the data. The wait has no time limit, but `look` can end it.
 
         Raises:
             UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
@@ -267,7 +268,7 @@ class Asynchronous:
 
     def collect(self, wait_s: float) -> None:
         """Moves finished groups of the service to `done`; waits up to `wait_s` seconds for the first. With dynamic
-        sampling groups without a signal go to `left_out` instead.
+        sampling, groups without differing rewards go to `left_out` instead.
 
         Raises:
             UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.

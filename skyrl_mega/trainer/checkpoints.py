@@ -58,7 +58,8 @@ class Checkpoints:
         return list(checkpoints_in(self.folder).values())
 
     def newest(self) -> Path | None:
-        """Returns the newest intact checkpoint, or None without any; prints the damage of newer checkpoints.
+        """Returns the newest intact checkpoint, or None without any, also without the folder; prints the damage of
+        newer checkpoints.
 
         Raises:
             UserError: All checkpoints are damaged, or the newest intact one, or a newer damaged one, was written by an
@@ -97,7 +98,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
         """Writes a checkpoint, removes checkpoints beyond the newest `keep`, and returns the new checkpoint's folder.
         Removes remains of an interrupted save first. An earlier checkpoint of the same step is replaced. An error of a
-        part is let out, and no earlier checkpoint is touched then.
+        part is let out, and no earlier checkpoint is touched then; the next save removes the partial folder.
 
         Args:
             step: Completed RL steps.

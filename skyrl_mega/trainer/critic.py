@@ -18,9 +18,10 @@ OLD = "old_values"
 
 def values(critic: TrainGroup, minis: Sequence[Samples]) -> Tensor:
     """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
-
     Also sends the mini-batches to the critic's ranks, which keep them with these values as the column `OLD`.
-    Raises ActorFailed if a rank fails.
+
+    Raises:
+        ActorFailed: A rank failed; the critic's group is ended.
     """
     critic.hold([mini.with_weights_only() for mini in minis])
     return torch.cat(critic.values(OLD))

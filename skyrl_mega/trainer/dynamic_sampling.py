@@ -52,8 +52,8 @@ class GroupSelection:
         self.informative += with_signal(groups, self.algorithm)
 
     def groups(self, seed: list[int]) -> list[Group]:
-        """Returns the groups for training: at most `wanted` groups with a signal. With the mode `replace`, once
-        `complete`, copies of random groups fill the list up to `wanted`.
+        """Returns the groups for training: at most `wanted` groups with a signal (rewards that differ). With the mode
+        `replace`, once `complete`, copies of random groups fill the list up to `wanted`.
 
         Args:
             seed: Seed for the choice of copies.
@@ -80,8 +80,8 @@ class GroupSelection:
 
 
 def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
-    """Returns the groups with rewards that differ by more than `algorithm.dynamic_sampling.tolerance`. Samples with
-    failed environments do not count.
+    """Returns the groups, in order, with rewards that differ by more than `algorithm.dynamic_sampling.tolerance`.
+    Samples with failed environments do not count.
 
     Raises:
         UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.

@@ -32,8 +32,8 @@ class Evaluator:
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """Samples all evaluation prompts and returns the metrics of `scores`; {} without prompts. Prints failures of
-        environments.
+        """Samples all evaluation prompts with the engines' present weights and returns the metrics of `scores`; {}
+        without prompts. Prints failures of environments.
 
         Args:
             step: Number of completed RL steps, part of the seed.
@@ -74,8 +74,8 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
 
     Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
     present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples:
-    `eval/<source>/of/<name>`. A prompt without a judged sample does not count in mean and pass@n; a source without any
-    lacks both.
+    `eval/<source>/of/<name>`. A prompt whose samples all failed does not count in mean and pass@n; a source with only
+    such prompts lacks both.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)

@@ -34,7 +34,7 @@ class KlReward:
 
         Args:
             batch: Its tokens include old_logprobs and reference_logprobs.
-            adapt: Whether β may change; False while the policy itself is not trained.
+            adapt: True if β may change; False while the policy itself is not trained.
 
         Returns:
             Metrics: policy/kl_reward, the mean over trajectories of Σ k_t; policy/kl_coefficient, the step's β.

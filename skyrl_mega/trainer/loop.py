@@ -99,8 +99,13 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     backward pass.
 
     The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
-    algorithm works on tokens (`needs_tokens`). Raises ActorFailed if a rank fails, WrongRoutes if routes to replay are
-    missing, and Stopped if the run must end.
+    algorithm works on tokens (`needs_tokens`).
+
+    Raises:
+        ActorFailed: A rank failed.
+        ClusterError: Trajectories stored on a node are lost.
+        WrongRoutes: Routes to replay are missing.
+        Stopped: The run must end.
     """
     algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)
@@ -160,7 +165,10 @@ def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
     """Has the ranks compute old log-probs, and the reference's if there is one, and keep them as columns.
 
     A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The policy's pass
-    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`. Raises ActorFailed if a rank fails.
+    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`.
+
+    Raises:
+        ActorFailed: A rank failed.
     """
     algorithm = run.config.algorithm
     needed = columns(algorithm)
@@ -269,7 +277,8 @@ def record_updates(
 def update_metrics(
     updates: list[dict[str, float]], minis: Sequence[Samples], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Returns the metrics `policy/…`: means over the optimizer steps, without mismatch and replay, recorded separately.
+    """Returns the metrics `policy/…` of a step: means over the optimizer steps, without mismatch and replay, recorded
+    separately. `minis` has the mini-batch of each of `updates`.
 
     A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
     gradient norm.

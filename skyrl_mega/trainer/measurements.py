@@ -46,8 +46,8 @@ class Measurements:
         self.meters.end_phase(phase)
 
     def metrics_of(self, step: Step) -> dict[str, float]:
-        """Waits for the readings of a finished step and returns the metrics `memory/*`, `perf/*` and, with a bound on
-        environment slots, `environment/slots_used`."""
+        """Waits, at most `meters.ANSWER_TIMEOUT_S`, for the readings of a finished step and returns the metrics
+        `memory/*`, `perf/*` and, with a bound on environment slots, `environment/slots_used`."""
         metrics = self.meters.collect()
         if self.slots is not None:
             metrics["environment/slots_used"] = float(self.slots.read())

@@ -63,8 +63,9 @@ class OneStepAhead:
         source.generator.look = self._end_if_closing  # the main thread checks for signals; this thread only for closing
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Waits for the step's batch and returns the groups. Also adds the trajectories and metrics to `step`, and
-        starts the next batch unless `asynchrony.max_staleness` is 0 or no step follows.
+        """Waits for the step's batch, generated now if not ahead, and returns the groups. The wait has no time limit,
+        but `look` can end it. Also adds the trajectories and metrics to `step`, and starts the next batch unless
+        `asynchrony.max_staleness` is 0 or no step follows.
 
         Raises:
             ActorFailed: An engine or a rollout worker failed, and none restarts.
@@ -108,7 +109,8 @@ class OneStepAhead:
         return self.stream.count * self.stream.epochs - int(state["position"]) + len(state.get("returned", []))
 
     def save(self, folder: Path, done: int) -> None:
-        """Saves the complete batches of steps after `done`. An incomplete batch is generated again after a resume.
+        """Saves the complete batches of steps after `done`, without waiting for an incomplete batch, which is generated
+        again after a resume.
 
         Raises:
             ClusterError: The trajectories' arrays are lost, or writing took too long.

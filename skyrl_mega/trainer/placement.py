@@ -33,7 +33,8 @@ def reserve_run(config: Config, device: str) -> Reservations:
     On CPUs: spread over the nodes; with a single node nothing is reserved (None).
 
     Raises:
-        ClusterError: The cluster lacks these resources, or does not reserve them in time.
+        ClusterError: The cluster lacks these resources, or does not reserve them in time (`placement.reserve`). Places
+            already reserved end with the Ray session.
     """
     if device == "cuda":
         planned, engines = plan_placement(config), config.rollout.engines

@@ -48,8 +48,12 @@ class Profiler:
         self.zero = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps. Raises
-        ActorFailed if a policy rank does not start; a failing engine is only missing in the trace."""
+        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps. A failing
+        engine is only missing in the trace.
+
+        Raises:
+            ActorFailed: A policy rank did not start within `START_S`.
+        """
         if step not in self.config.steps:
             return
         self.zero = time.time()
@@ -58,13 +62,14 @@ class Profiler:
         self.generator.spans = []
 
     def end(self, step: Step) -> dict[str, float]:
-        """Stops recording after a recorded step and writes the trace; does nothing after other steps.
+        """Stops recording after a recorded step and writes the trace `step_<number>.json.gz` into the run's folder,
+        replacing an earlier one; does nothing after other steps.
 
         Returns:
             On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks; else {}.
 
         Raises:
-            ActorFailed: A policy rank failed, or did not write its part in time.
+            ActorFailed: A policy rank failed, or did not write its part within `WRITE_S`.
             OSError: The trace could not be written.
         """
         if step.number not in self.config.steps or self.generator.spans is None:

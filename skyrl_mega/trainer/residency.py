@@ -45,8 +45,8 @@ class Residency:
 
     @classmethod
     def of(cls, config: Config, policy: TrainGroup, critic: TrainGroup | None, fleet: Fleet) -> Residency:
-        """Returns the residency of a run's actors. With `residency.keep` set, also sets `fleet.make_room` to
-        `free_for_engine`, for memory of a restarting engine."""
+        """Returns the residency of a run's actors; `critic` is None for a run without a critic. With `residency.keep`
+        set, also sets `fleet.make_room` to `free_for_engine`, for memory of a restarting engine."""
         residency = cls(
             config.residency.keep,
             policy=policy,
@@ -59,7 +59,8 @@ class Residency:
         return residency
 
     def enter(self, phase: str) -> dict[str, float]:
-        """Moves parts for a phase: first all parts leaving a device, then all arriving, each set in parallel.
+        """Moves parts for a phase and waits for the end: first all parts leaving a device, then all arriving, each set
+        in parallel. After an error the next call moves all parts again.
 
         Args:
             phase: Name of a phase in `config.residency.NEEDS`, such as `generate` or `train`. Any other phase moves
@@ -67,10 +68,10 @@ class Residency:
 
         Returns:
             `time/residency` in seconds, and `residency/bytes_out` and `bytes_in`, the largest number of bytes copied by
-            a rank off and onto the device. {} if nothing moved.
+                a rank off and onto the device. {} if nothing moved.
 
         Raises:
-            ActorFailed: A rank failed, or an engine failed and none restarts.
+            ActorFailed: A rank failed or did not answer within `timeout_s`, or an engine failed and none restarts.
         """
         if self.keep is None or phase not in NEEDS:
             return {}
@@ -92,9 +93,9 @@ class Residency:
     def free_for_engine(self, engine: int) -> Iterator[None]:
         """Frees GPU memory for the restart of an engine inside the `with` block (`Fleet.make_room`).
 
-        In phases with whole engines the memory is free already. In any other phase the loop waits for this engine, so
-        the policy's parts may be offloaded. The parts return afterwards, also if the start fails. Raises ActorFailed if
-        a rank fails to move its parts.
+        In phases with whole engines the memory is free already. In any other phase the training loop waits for this
+        engine, so the policy's parts may be offloaded. The parts return afterwards, also if the start fails. Raises
+        ActorFailed if a rank fails to move its parts.
         """
         on_devices = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
         leaves = on_devices - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices

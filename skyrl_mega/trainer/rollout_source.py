@@ -23,8 +23,8 @@ class RolloutSource:
         self.config, self.prompts, self.stream, self.generator = config, prompts, stream, generator
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Generates and returns the step's groups, [] if too few prompts are left; adds all trajectories, and metrics
-        of sampling, to `step`.
+        """Generates and returns the step's groups, [] if too few prompts are left for a step; adds all trajectories,
+        and metrics of sampling, to `step`.
 
         With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are dropped and replaced by
         new prompts or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step still short after

@@ -51,7 +51,7 @@ def count_groups(groups: int) -> str:
 
 
 def write(folder: Path, config: Config, state: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
-    """Writes trajectories with all columns, and JSON with further state.
+    """Writes trajectories with all columns, and JSON with further state, replacing existing files.
 
     Args:
         folder: The checkpoint's folder for rollouts.
@@ -75,8 +75,8 @@ def read(
 ) -> tuple[dict[str, Any], list[Trajectory]] | Discarded | None:
     """Reads the output of `write`, connects the trajectories to `prompts` by uid, and restores the stream's position.
 
-    Returns None if nothing was saved. If settings or prompts differ, returns `Discarded` and puts the prompts not yet
-    trained on back into the stream.
+    Returns None, and changes nothing, if nothing was saved. If settings or prompts differ, returns `Discarded` and puts
+    the prompts not yet trained on back into the stream.
 
     Raises:
         UserError: A file cannot be read, or the stream's data or seed changed (`PromptStream.restore`).

@@ -62,7 +62,12 @@ from skyrl_mega.weights.sync import WeightSync
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines, and
-    yields the run. Ends all with the block. Raises UserError, ActorFailed or ClusterError if a part does not start."""
+    yields the run. Everything started ends with the block, also after an error here.
+
+    Raises:
+        UserError: The data, the model or the settings cannot be used.
+        ActorFailed, ClusterError: A part did not start within `cluster.start_timeout_s`, or failed.
+    """
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
@@ -126,8 +131,8 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
     """Starts policy, reference, critic, engines and rollout workers; records the nodes as an event, and prints the
     ranks on each node unless all are on one node without GPUs.
 
-    The rollout workers are None if trajectories run in threads of the driver. Everything ends with `setup.stack`. For
-    the errors see `open_run`.
+    The rollout workers are None if trajectories run in threads of the driver. Everything ends with `setup.stack`, also
+    after an error here. For the errors see `open_run`.
     """
     with setup.stages.phase("start engines and policy"):
         placement = reserve_run(setup.config, setup.device)
@@ -207,7 +212,7 @@ def rollouts_of(
 
 
 def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:
-    """Returns the meters, profiler and timelines for a run's steps."""
+    """Returns the meters, profiler and timelines for a run's steps; starts and writes nothing."""
     config, policy, fleet = setup.config, actors.policy.group, actors.engines
     models = actors.policy, actors.reference and actors.reference.ranks, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
@@ -241,8 +246,12 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
     """Runs the supervised warm-up and, unless `checkpoint.every` is 0, saves a checkpoint, so a resumed run does not
     repeat the warm-up. Prints the last loss.
 
-    A critic without a separate path starts from the policy's weights after the warm-up. Raises UserError for invalid
-    demonstrations, ActorFailed if a rank fails, and as `Run.save` does.
+    A critic without a separate path starts from the policy's weights after the warm-up.
+
+    Raises:
+        UserError: The demonstrations are invalid.
+        ActorFailed: A rank failed.
+        DiskFull, ClusterError, OSError: See `Run.save`.
     """
     run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)

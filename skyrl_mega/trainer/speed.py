@@ -61,7 +61,7 @@ def decoding_speed(
         model: The model.
         workers: Iterations of each worker of every engine.
         trajectories: The generated trajectories.
-        seconds: Duration of the phase.
+        seconds: Duration of the phase, above 0.
     """
     written, attended = response_tokens(trajectories)
     metrics = {"perf/decode_tokens_per_s_per_engine": written / seconds / config.rollout.engines}

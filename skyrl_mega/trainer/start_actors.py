@@ -83,13 +83,14 @@ class Actors(NamedTuple):
 
 
 def start_actors(setup: Setup, placement: Reservations) -> Actors:
-    """Starts policy, reference and critic with weights, and the engines, in parallel.
+    """Starts policy, reference and critic with weights, and the engines, in parallel. `setup.stack` ends all of them,
+    also after an error here.
 
     On shared GPUs the engines start first: vLLM measures the free memory, and no other process may allocate meanwhile.
 
     Raises:
         UserError: vLLM rejects the settings, a layout does not fit, or a model's directory is invalid.
-        ActorFailed, ActorTimeout: An actor failed, or did not start in time.
+        ActorFailed, ActorTimeout: An actor failed, or did not start within `setup.timeout_s`.
     """
     config = setup.config
     layout, rollout = config.policy.layout, config.rollout
@@ -222,7 +223,12 @@ def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
 
 def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
     """Connects a role's actors to a process group, builds the model without weights on each, and returns the group as a
-    `TrainGroup`. On a failure the whole group is ended, and ActorFailed or UserError raised."""
+    `TrainGroup`. On a failure the whole group is ended.
+
+    Raises:
+        UserError: The settings or the model are not supported.
+        ActorFailed, ActorTimeout: A rank failed, or was not ready within `setup.timeout_s`.
+    """
     config, timeout = setup.config, setup.timeout_s
     with setup.stages.stage(role.name, "connect ranks and build the model", len(group)) as waiting:
         host = group.where[0].address
@@ -245,7 +251,7 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
 
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.
-        ActorFailed, ActorTimeout: A rank failed, or did not start in time.
+        ActorFailed, ActorTimeout: A rank failed, or did not start within `setup.timeout_s`.
     """
     config = setup.config
     if not config.algorithm.kl.coefficient:
@@ -268,7 +274,7 @@ def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None
 
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.
-        ActorFailed, ActorTimeout: A rank failed, or did not start in time.
+        ActorFailed, ActorTimeout: A rank failed, or did not start within `setup.timeout_s`.
     """
     config = setup.config
     if not has_critic(config):

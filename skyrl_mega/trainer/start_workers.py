@@ -23,7 +23,7 @@ def start_workers(setup: Setup) -> Workers | None:
 
     Raises:
         UserError: The model has no usable tokenizer or chat template, or an environment cannot be imported.
-        ActorFailed, ActorTimeout: A worker failed, or did not start in time.
+        ActorFailed, ActorTimeout: A worker failed, or did not start within `setup.timeout_s`; none is left.
     """
     config = setup.config
     count = config.environment.processes

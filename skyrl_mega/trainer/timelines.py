@@ -28,8 +28,9 @@ class Timelines:
         self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
 
     def end(self, step: Step) -> dict[str, float]:
-        """Writes the timeline file of a finished step, with the activity recorded since the last call, and returns the
-        metrics `idle/*`: shares of time without work. Raises OSError if the file cannot be written."""
+        """Writes the timeline file of a finished step, replacing an earlier one, with the activity recorded since the
+        last call, and returns the metrics `idle/*`: shares of time without work. Raises OSError if the file cannot be
+        written."""
         timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / step_timeline.file_name(step.number)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, folder: Path, console: Console) -> None:
-    """Runs the training that `config` describes and writes all results to `folder`. Expects checked inputs.
+    """Runs the training that `config` describes and writes all results to `folder`. Expects checked inputs. The folder
+    exists; with a checkpoint in it the run resumes.
 
     The run itself survives engine failures. After any other ActorFailed or ClusterError everything is torn down and
     restarted from the newest checkpoint, at most `run.restarts` times. Before the first completed step only a lost node

@@ -80,8 +80,8 @@ class Connection:
         Returns after all processes joined, `timeout_s` at most. `device` is the device of this process's parameters.
 
         Raises:
-            TransportError: A process did not join in time, or the group was called off; names the missing ranks or the
-                cause.
+            TransportError: A process did not join within `timeout_s`, or the group was called off; names the missing
+                ranks or the cause.
             UserError: The model cannot be split into a layout.
         """
         inputs = self.plan_inputs

@@ -91,7 +91,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: `init_transfer_engine` was not called before.
-            TransportError: A peer left, or did not answer in time.
+            TransportError: A peer left, or did not answer within the connection's `timeout_s`.
             ChecksumError: A part differs from the data sent (only with `update_info.checksums`).
         """
         self.report = asdict(self._receive(update_info.checksums))
@@ -123,7 +123,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: `init_transfer_engine` was not called before, or the policy did not send all weights.
-            TransportError: A peer left, or did not answer in time.
+            TransportError: A peer left, or did not answer within the connection's `timeout_s`.
             ChecksumError: A part was changed on the way.
         """
         self.parameters.open(check=True)

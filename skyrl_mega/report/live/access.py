@@ -68,7 +68,8 @@ class Guard:
         self.token, self.cookie = token, f"skyrl_mega_page_{port}"
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Returns True if a request's headers contain the token: as bearer token or cookie."""
+        """Returns True if a request's headers contain the token: as bearer token or cookie; `?token=` in the address is
+        not examined here."""
         authorization = headers.get(b"authorization", b"")
         if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
             return True

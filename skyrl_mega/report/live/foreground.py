@@ -22,11 +22,12 @@ def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
 
     Args:
         folder: The run's folder.
-        host: Address to bind.
+        host: Address or name of this machine to bind.
         port: Port to bind; 0 takes a free one.
 
     Raises:
-        UserError: The folder does not belong to a run, the address cannot be bound, or the token cannot be stored.
+        UserError: The folder does not belong to a run, the address cannot be bound (a busy port is not waited for), or
+            the token cannot be stored.
     """
     run_data.read(folder)
     token = token_of(folder)

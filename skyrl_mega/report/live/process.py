@@ -83,7 +83,7 @@ def _started(host: str, port: int, folder: Path, console: Console) -> subprocess
 
 
 def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
-    """Returns a TCP socket bound to an address and listening.
+    """Returns a TCP socket bound to an address and listening; the caller closes the socket.
 
     Args:
         host: Address or name of this machine.
@@ -114,7 +114,8 @@ def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
 
 
 def address(host: str, listening: socket.socket) -> str:
-    """Returns the URL of a page, without the token; for a socket on all interfaces, with the name of this machine.
+    """Returns the URL of a page, without the token and without a `/` at the end; for a socket on all interfaces, with
+    the name of this machine.
 
     Args:
         host: Address to which the socket is bound.

@@ -26,7 +26,8 @@ RARE = "eval/"
 
 
 def text(run: RunData, state: RunState) -> bytes:
-    """Returns the content of `/metrics`: metrics of the newest step, progress, alarms, and counts of events.
+    """Returns the content of `/metrics` in Prometheus' text format: metrics of the newest step, progress, alarms, and
+    counts of events.
 
     Args:
         run: The run.

@@ -143,13 +143,14 @@ async def _reply(send: Send, status: int, body: bytes, *headers: tuple[bytes, by
 async def serve(
     listening: socket.socket, follower: Follower, token: str, ending: threading.Event | None = None
 ) -> None:
-    """Serves the page until SIGTERM or SIGINT, or until `ending` is set and present viewers had time to fetch the end.
+    """Serves the page until SIGTERM or SIGINT, or until `ending` is set and present viewers had time (`LINGER_S`) to
+    fetch the last state.
 
     Args:
         listening: Bound and listening socket.
         follower: The snapshots.
         token: The token.
-        ending: Set at the end of the run, by another thread.
+        ending: Set at the end of the run, by another thread; None for a run that has no end here.
     """
     ending = ending or threading.Event()
     app = LivePage(follower, Guard(token, listening.getsockname()[1]))

@@ -60,7 +60,7 @@ class Follower:
         self._count = 0
 
     def look(self) -> None:
-        """Checks the folder for changes, and if any renders a new snapshot into `newest`.
+        """Checks the folder for changes, and if any renders a new snapshot into `newest`; takes a while for a long run.
 
         Never raises for an unreadable folder: `newest` then stays, and `problem` has the reason.
         """

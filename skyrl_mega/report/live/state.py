@@ -89,11 +89,14 @@ class RunState:
 
 
 def state_of(run: RunData, running: bool) -> RunState:
-    """Returns progress and alarms of a run.
+    """Returns progress and alarms of a run, as of now; `RunState.at` adds the alarm for a silent run.
 
     Args:
         run: The run.
         running: False after the end of the run.
+
+    Raises:
+        OSError: The running run has no `config.yaml`.
     """
     began = (run.folder / "config.yaml").stat().st_mtime if running else 0.0  # each start writes the settings again
     seconds = [y for y in run.series("time/step")[1] if y is not None]

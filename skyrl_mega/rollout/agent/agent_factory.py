@@ -45,9 +45,11 @@ class AgentFactory:
         Args:
             engines: The engines; only engines in service receive requests.
             sampling: Sampling parameters.
-            service: True for a service, False for a phase; see `Router`.
-            lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`).
-            mark: Suffix of the requests' names; see `Router`.
+            service: True for a service, which lasts as long as the run; False for a phase, which ends with its
+                trajectories. See `Router`.
+            lockstep: True to send the requests of a turn only once all trajectories have one
+                (`rollout.routing.lockstep`).
+            mark: Suffix of the requests' names at the engines; see `Router`.
         """
         sampling_parameters = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens

@@ -89,7 +89,7 @@ class Agent:
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Runs a trajectory from opening to closing the environment and returns the trajectory. Tokens of the policy
         enter `tokens` unchanged and are never tokenised again. A fault of the environment is not raised; the
-        trajectory's status and metadata tell it.
+        trajectory's status and metadata describe it.
 
         After an infrastructure fault the same trajectory is retried from the prompt: the requests keep the same names,
         and therefore the same random streams. Faults of the environment or the policy are not retried. Before a retry
@@ -99,7 +99,8 @@ class Agent:
             prompt: The prompt.
             sample: Number of the sample within the prompt, from 0.
             name: Unique name; the source of the requests' names and random stream.
-            start: Awaited between opening the environment and the first turn.
+            start: Awaited between opening the environment and the first turn (`Gate`); None: the first turn follows at
+                once.
 
         Raises:
             NoServingActor: No engine is left, in a phase.

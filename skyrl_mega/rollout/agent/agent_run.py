@@ -119,8 +119,8 @@ def _grade(
 
 
 def metrics(session: AgentSession) -> dict[str, float]:
-    """Returns the figures of a session by name: requests, conversations, tokens dropped in all and by reason,
-    parameters not followed by the run, and assistant messages rendered as text."""
+    """Returns the figures of a session by name: requests, conversations, sampled tokens that reached nobody (dropped),
+    in all and by reason, parameters not followed by the run, and assistant messages rendered as text."""
     return {
         "agent_requests": session.requests,
         "agent_branches": len(session.tree.conversations()),

@@ -38,7 +38,7 @@ class ChatTemplate:
         Args:
             messages: The conversation.
             tools: Tools offered to the policy.
-            generation: Ends the text at the point at which the policy generates.
+            generation: True to end the text at the point at which the policy generates.
 
         Raises:
             TemplateError: The template rejects the messages or writes far too much text.

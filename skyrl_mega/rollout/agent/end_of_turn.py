@@ -21,8 +21,8 @@ class Ends(NamedTuple):
 
 def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
     """Returns the end-of-turn tokens: of the template, the tokenizer, and generation_config.json or else config.json
-    (chat models often have several). An empty list in generation_config.json means that only limits end a turn;
-    `tokens` is then empty.
+    (chat models often have several). With an empty list in generation_config.json only limits end a turn, and
+    `Ends.tokens` is empty. Missing files are no error.
 
     Args:
         path: Directory of the model.

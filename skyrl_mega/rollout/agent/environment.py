@@ -143,8 +143,13 @@ class Environment:
             endpoint: Address and key of the policy.
             prompt: The messages returned by `open`.
             reward_weights: `algorithm.reward_weights`.
-            trajectory_timeout_s: `rollout.trajectory_timeout_s`; afterwards the agent has the time limit of a call left
-                to grade its work. The environment's own `longest_run_s` counts in the same way.
+            trajectory_timeout_s: `rollout.trajectory_timeout_s`, None without a limit; afterwards the agent has the
+                time limit of a call left to grade its work. The environment's own `longest_run_s` counts in the same
+                way.
+
+        Raises:
+            EnvironmentFault: The agent raised an exception, exceeded the time limit, or returned something invalid; or
+                `run` has no time limit.
         """
         env = self._made[0]
         limits = [s for s in (trajectory_timeout_s, type(env).longest_run_s(env.options)) if s is not None]
@@ -164,8 +169,9 @@ class Environment:
         return await self._call("out_of_time", validate.out_of_time, self._made[0], reward_weights)
 
     async def close(self) -> None:
-        """Closes the environment, unless it was never opened, is closed, or a late thread closes it. An error is not
-        raised but stored in the metadata as `close_error`: the trajectory itself is complete."""
+        """Closes the environment, unless it was never opened, is closed, or a late thread closes it. Bounded by
+        `limit_s`, like every call. An error is not raised but stored in the metadata as `close_error`: the trajectory
+        itself is complete."""
         if not self.is_open:
             return
         env = self._made.pop()

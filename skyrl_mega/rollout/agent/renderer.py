@@ -118,8 +118,8 @@ class Renderer:
             raise UserError("the chat template leaves out what the user says; fix it", key="model.path", value=path)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises an error unless the model can produce every token that ends a turn. Later calls of `prompt` check
-        their tokens against the same size.
+        """Sets the size of the model's vocabulary, for the checks of later `prompt` calls. Raises an error unless the
+        model can produce every token that ends a turn.
 
         Args:
             size: The model's `vocab_size`.
@@ -184,8 +184,8 @@ class Renderer:
         most: int | None = None,
     ) -> Sequence[int] | None:
         """Returns the tokens of a prompt of the data, as `render` does, or None if the prompt has more than `most`
-        tokens, or a text so long that it surely has more than a sequence may have. The result is cached within
-        `KEPT_TOKENS`, so that `render` of the same messages and tools is free.
+        tokens, or is a text so long that it surely has more tokens than a sequence may have. The result is cached
+        within `KEPT_TOKENS`, so that `render` of the same messages and tools is free.
 
         Args:
             messages: The prompt.
@@ -225,7 +225,7 @@ class Renderer:
         Args:
             messages: The conversation.
             tools: Tools offered to the policy, in the format of chat templates.
-            cached: Keeps the result for the next call with the same messages and tools.
+            cached: True to keep the result for the next call with the same messages and tools.
 
         Raises:
             TemplateError: The template rejects the messages.
@@ -299,14 +299,14 @@ class Renderer:
         """Returns the tokens between the policy's last token and the next turn. Do not modify the result.
 
         The template is rendered with a mark in place of the policy's words. The text after the mark closes the turn,
-        contains the observations and opens the next turn. So no token of the policy is ever tokenised again. In
-        one-message conversations there is nothing to close or open: each observation is tokenised separately.
+        contains the observations and opens the next turn. So no token of the policy is ever tokenised again. With
+        `rollout.conversation: one_message` there is nothing to close or open: each observation is tokenised separately.
 
         Args:
             last: The policy's last token. An end-of-turn token produced by the policy is not repeated.
             observations: Messages of the environment.
             tools: Tools given to `render`.
-            cached: Keeps the result for the next call with the same messages and tools.
+            cached: True to keep the result for the next call with the same messages and tools.
 
         Raises:
             TemplateError: The template rejects the messages.

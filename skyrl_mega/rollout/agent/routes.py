@@ -52,8 +52,8 @@ class TurnRoutes:
         self.known = end
 
     def keep(self, t: Trajectory) -> None:
-        """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K], aligned to
-        the input; zeros for tokens without a route. Does nothing without routes."""
+        """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K] (K experts
+        of each of M layers), aligned to the input; zeros for tokens without a route. Does nothing without routes."""
         from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
 
         if self.parts:

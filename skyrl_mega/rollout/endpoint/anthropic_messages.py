@@ -47,7 +47,11 @@ PING = event({"type": "ping"}, "ping")
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
-    """Returns the request in a body. Raises `BadRequest`."""
+    """Returns the request in the body of a POST to `/v1/messages`.
+
+    Raises:
+        BadRequest: A field is missing or has an unusable value; names the field.
+    """
     messages = _system(body.get("system"), "system")
     entries = fields.items(body.get("messages"), "messages")
     if not entries:
@@ -129,7 +133,7 @@ def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
-    """Returns the body of a reply."""
+    """Returns the JSON body of the reply to a request that is not streamed. `replies` has one entry."""
     reply = replies[0]
     return {
         **_start(head),
@@ -148,7 +152,8 @@ def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns the events of the blocks and of the end."""
+    """Returns the server-sent events of a whole reply after `message_start`: the blocks and the end. `replies` has one
+    entry."""
     reply = replies[0]
     stream: list[dict[str, Any]] = []
     for index, (block, deltas) in enumerate(_blocks(head, reply)):

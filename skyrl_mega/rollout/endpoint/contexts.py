@@ -45,7 +45,7 @@ class Context:
         return 0 if self.parent is None or self.parent.routes is None else self.parent.length - 1
 
     def routes(self, completion: Completion, kept: int) -> Any:
-        """Returns the expert routes of the exchange (`AgentExchange.routes`).
+        """Returns the expert routes of the exchange (`AgentExchange.routes`); None if the engine returned none.
 
         Args:
             completion: The engine's answer.
@@ -70,9 +70,10 @@ async def of_messages(request: ChatRequest, tree: RequestTree, renderer: Rendere
 
     Args:
         request: The request.
-        tree: The session's exchanges.
+        tree: The session's exchanges (request and reply), searched for the conversation that these messages continue;
+            not changed.
         renderer: Tokenizer and chat template.
-        cached: Keeps the tokens of a new conversation for a request with the same messages and tools.
+        cached: True to keep the tokens of a new conversation for a request with the same messages and tools.
 
     Raises:
         BadRequest: The policy cannot answer the messages.

@@ -43,8 +43,8 @@ class AgentDoor:
 
     @contextmanager
     def enter(self) -> Iterator[Callable[[int], None]]:
-        """Counts a request while the `with` block runs. Yields a function for the number of bytes of every part of its
-        body; the function raises as `enter` does.
+        """Counts a request as under way while the `with` block runs. Yields a function for the number of bytes of every
+        part of its body; the function raises as `enter` does.
 
         Raises:
             TooManyRequests: `AT_ONCE` requests, or requests of `BYTES_AT_ONCE` bytes, are under way.
@@ -68,8 +68,12 @@ class AgentDoor:
             self._bytes -= taken
 
     def submit(self, request: ChatRequest | TokenRequest) -> Future[list[PolicyReply]]:
-        """Starts a request in the loop of the rollouts and returns the future of its replies. Cancelling the future
-        cancels the session's method."""
+        """Starts a request in the loop of the rollouts and returns the future of its replies; does not wait. Cancelling
+        the future cancels the session's method.
+
+        Raises:
+            SessionEnded: The loop is closed.
+        """
         work = self._answer(request)
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)

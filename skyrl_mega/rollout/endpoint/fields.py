@@ -23,14 +23,14 @@ ALLOWED_ROLES = ", ".join(ROLES)
 
 
 def mapping(value: Any, place: str) -> Mapping[str, Any]:
-    """Returns a JSON object unchanged."""
+    """Returns a JSON object unchanged. Raises BadRequest, with `place`, for any other value."""
     if not isinstance(value, Mapping):
         raise BadRequest(f"{place}: {shown(value)} is not an object")
     return value
 
 
 def items(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Returns the objects of a list; [] for None."""
+    """Returns the objects of a list; [] for None. Raises BadRequest, with `place`, if the value is no list of objects."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -39,14 +39,14 @@ def items(value: Any, place: str) -> list[Mapping[str, Any]]:
 
 
 def string(value: Any, place: str) -> str:
-    """Returns a text unchanged."""
+    """Returns a text unchanged. Raises BadRequest, with `place`, for any other value."""
     if not isinstance(value, str):
         raise BadRequest(f"{place}: {shown(value)} is not a string")
     return value
 
 
 def number(value: Any, place: str, most: int | None = None) -> int | None:
-    """Returns a whole number from 1 to `most`; None for None."""
+    """Returns a whole number from 1 to `most`; None for None. Raises BadRequest, with `place`, for any other value."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
@@ -55,7 +55,11 @@ def number(value: Any, place: str, most: int | None = None) -> int | None:
 
 
 def stops(value: Any, place: str = "stop") -> tuple[str, ...]:
-    """Returns the stop strings of a request, given as a string, a list or None."""
+    """Returns the stop strings of a request, given as a string, a list or None; () for None.
+
+    Raises:
+        BadRequest: The value is something else, contains an empty string, or has more than `MOST_STOPS` strings.
+    """
     strings = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
         raise BadRequest(f"{place}: {shown(value)} is not a list of strings that are not empty")
@@ -65,8 +69,12 @@ def stops(value: Any, place: str = "stop") -> tuple[str, ...]:
 
 
 def text_of(content: Any, place: str) -> str:
-    """Returns the text of a message's content: a string, None, or a list of text parts. Parts are joined by a line end,
-    as by vLLM."""
+    """Returns the text of a message's content: a string, None ("" then), or a list of text parts. Parts are joined by a
+    line end, as by vLLM.
+
+    Raises:
+        BadRequest: The content is something else, or has a part that is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -79,7 +87,8 @@ def text_of(content: Any, place: str) -> str:
 
 
 def tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Returns tool calls in the form of chat templates, with arguments as mappings."""
+    """Returns tool calls in the form of chat templates, with arguments as mappings. Raises BadRequest, with `place`, if
+    `calls` is no list of calls."""
     try:
         return calls_of({"tool_calls": calls})
     except Malformed as error:
@@ -87,7 +96,7 @@ def tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def assistant(content: str, calls: list[dict[str, Any]], reasoning: str = "") -> Message:
-    """Returns an assistant message in the form of chat templates."""
+    """Returns an assistant message in the form of chat templates, without keys for empty `calls` or `reasoning`."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -125,6 +134,9 @@ def tool(entry: Mapping[str, Any], schema: str, place: str) -> dict[str, Any]:
         entry: Object with `name`, `description` and the parameters' schema.
         schema: Key of the schema.
         place: Place of the object in the request, for errors.
+
+    Raises:
+        BadRequest: The name is missing, or a value has another type.
     """
     function: dict[str, Any] = {"name": string(entry.get("name"), f"{place}.name")}
     if entry.get("description") is not None:
@@ -135,7 +147,8 @@ def tool(entry: Mapping[str, Any], schema: str, place: str) -> dict[str, Any]:
 
 
 def ignored(body: Mapping[str, Any], followed: Collection[str], further: Iterable[str] = ()) -> tuple[str, ...]:
-    """Returns the names of all given parameters without effect on the run.
+    """Returns the names of the given parameters without effect on the run, sorted: at most `MOST_IGNORED`, each cut to
+    `LONGEST_NAME` characters.
 
     Args:
         body: Parameters; None counts as not given.

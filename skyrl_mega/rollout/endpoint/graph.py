@@ -110,9 +110,9 @@ class RequestTree:
         """Digest of tools, messages and reply, without or with thoughts → the latest such exchange."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Continuation:
-        """Returns the place of a request: after the exchange with the same tools and the longest conversation among
-        the proper prefixes of the request's messages. Of several it is the latest with the request's thoughts, or
-        else the latest.
+        """Returns the place of a request: after the exchange with the same tools and the longest conversation among the
+        proper prefixes of the request's messages. Of several exchanges the latest with the request's thoughts is taken,
+        or else the latest. Without such an exchange, the request begins a conversation.
 
         Raises:
             Malformed: The `tool_calls` of an assistant message are no list of calls.

@@ -67,7 +67,11 @@ CODES = {
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
-    """Returns the request in a body. Raises `BadRequest`."""
+    """Returns the request in the body of a POST to `/v1/chat/completions`.
+
+    Raises:
+        BadRequest: A field is missing or has an unusable value; names the field.
+    """
     messages = [message(entry, f"messages[{index}]") for index, entry in enumerate(_messages(body))]
     if body.get("functions") is not None:
         raise BadRequest("functions: use tools")
@@ -92,7 +96,15 @@ def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def message(entry: Mapping[str, Any], place: str) -> Message:
-    """Returns a message in the form of chat templates."""
+    """Returns a message of a request in the form of chat templates.
+
+    Args:
+        entry: The message.
+        place: Place of the message in the request, for errors.
+
+    Raises:
+        BadRequest: The role is unknown, or the content is not text.
+    """
     role = entry.get("role")
     if role not in fields.ROLES:
         raise BadRequest(f"{place}.role: {shown(role)}, allowed are {fields.ALLOWED_ROLES}")
@@ -110,7 +122,12 @@ def message(entry: Mapping[str, Any], place: str) -> Message:
 
 
 def function_tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the offered functions, and a name for every tool of another type: the policy is not offered these."""
+    """Returns the offered functions in the form of chat templates, and a name for every tool of another type: the
+    policy is not offered these. `tools` is None without tools.
+
+    Raises:
+        BadRequest: `tools` is no list of tools.
+    """
     functions, unknown = [], []
     for index, entry in enumerate(fields.items(tools, "tools")):
         kind = entry.get("type", "function")
@@ -123,7 +140,7 @@ def function_tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
-    """Returns the body of a reply."""
+    """Returns the JSON body of the reply to a request that is not streamed, with a choice for each of `replies`."""
     choices = [
         {
             "index": index,
@@ -143,7 +160,8 @@ def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns the chunks of a reply: role, text and calls, and end of each choice."""
+    """Returns the server-sent events of a whole reply: for each choice a chunk with role, text and calls, and a chunk
+    with the end."""
     options = head.body.get("stream_options")
     with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
     frame = _frame(head, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
@@ -159,7 +177,12 @@ def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
 
 
 def error(error: RequestError, status: int) -> dict[str, Any]:
-    """Returns the body of a refusal."""
+    """Returns the JSON body of a refused request.
+
+    Args:
+        error: The reason.
+        status: HTTP status of the reply.
+    """
     text, code = str(error), CODES.get(status)
     if isinstance(error, ContextTooLong):
         text = f"This model's maximum context length is {error.most} tokens: {error}"
@@ -189,7 +212,7 @@ def token_logprobs(tokens: Sequence[int], values: Sequence[float], alternatives:
 
 
 def logprobs(head: ReplyHead, reply: PolicyReply) -> dict[str, Any] | None:
-    """Returns the log-probs of a reply's tokens if the request asks for them."""
+    """Returns the log-probs of a reply's tokens if the request asks for them, else None."""
     if not head.body.get("logprobs"):
         return None
     alternatives = bool(head.body.get("top_logprobs"))

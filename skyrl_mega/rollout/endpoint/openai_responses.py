@@ -61,7 +61,8 @@ class ResponseHistory:
         messages."""
 
     def whole(self, body: Mapping[str, Any], request: ChatRequest) -> ChatRequest:
-        """Returns a request with the messages of the previous responses between instructions and its own messages.
+        """Returns a request with the messages of the previous responses between instructions and its own messages; the
+        request itself if it continues no response.
 
         Raises:
             BadRequest: `previous_response_id` is no response of this trajectory.
@@ -93,7 +94,12 @@ def _instructions(body: Mapping[str, Any]) -> int:
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
-    """Returns the request in a body. Raises `BadRequest`."""
+    """Returns the request in the body of a POST to `/v1/responses`, without earlier responses
+    (`ResponseHistory.whole`).
+
+    Raises:
+        BadRequest: A field is missing, not supported, or has an unusable value; names the field.
+    """
     for name in UNSUPPORTED:
         if body.get(name):
             raise BadRequest(f"{name}: not supported; send the whole conversation as input")
@@ -169,7 +175,7 @@ def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
-    """Returns the body of a reply."""
+    """Returns the JSON body of the reply to a request that is not streamed. `replies` has one entry."""
     reply = replies[0]
     cut = reply.finish == "length"
     return {
@@ -193,7 +199,8 @@ def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns the events of all items and of the end."""
+    """Returns the server-sent events of a whole reply after `response.created` and `response.in_progress`: all items
+    and the end. `replies` has one entry."""
     response = write(head, replies)
     stream: list[dict[str, Any]] = []
     for index, (item, inner) in enumerate(_output(head, replies[0])):

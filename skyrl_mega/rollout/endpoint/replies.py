@@ -26,7 +26,8 @@ class CutReply(NamedTuple):
 
 
 def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], chat: Renderer) -> CutReply:
-    """Cuts a reply at the first token completing a stop string.
+    """Cuts a reply at the first token that completes a stop string; without a stop string in the reply, keeps all of
+    it.
 
     Args:
         tokens: Sampled tokens of the reply.

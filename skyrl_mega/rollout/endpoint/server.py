@@ -58,7 +58,7 @@ class EndpointServer:
         self._url = ""
 
     def open(self, session: EndpointSession, loop: asyncio.AbstractEventLoop, key: str | None = None) -> AgentEndpoint:
-        """Opens an endpoint for a session.
+        """Opens an endpoint for a session and returns its address and key. The caller closes the endpoint.
 
         Args:
             session: Answers the requests.
@@ -92,7 +92,7 @@ class EndpointServer:
             self._accept(door, listening)
 
     def stop(self) -> None:
-        """Closes all endpoints and waits for the end of the server's thread."""
+        """Closes all endpoints and waits for the end of the server's thread, at most twice `END_S` seconds."""
         with self._lock:
             doors, self._doors = list(self._doors.values()), {}
             thread, self._thread = self._thread, None

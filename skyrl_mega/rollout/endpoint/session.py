@@ -154,8 +154,8 @@ class AgentSession:
         self._ended = True
 
     async def finish(self) -> None:
-        """Ends the session, waits for the engines' answers to all earlier requests, and counts the tokens received by
-        nobody as dropped.
+        """Ends the session, waits without limit for the engines' answers to all earlier requests, and counts the tokens
+        received by nobody as dropped.
 
         Raises:
             Exception: A fault of the run rather than of the agent, as in `failed`.

@@ -43,7 +43,11 @@ KINDS = {
 
 
 def read(body: Mapping[str, Any]) -> TokenRequest:
-    """Returns the request in a body. Raises `BadRequest`."""
+    """Returns the request in the body of a POST with tokens in place of messages.
+
+    Raises:
+        BadRequest: A field is missing or has an unusable value; names the field.
+    """
     tokens = body.get("token_ids")
     if not isinstance(tokens, list) or not tokens or not all(_is_token(token) for token in tokens):
         raise BadRequest("token_ids: give a list of tokens, whole numbers from 0")
@@ -67,7 +71,7 @@ def _is_token(value: Any) -> bool:
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
-    """Returns the body of a reply."""
+    """Returns the JSON body of the reply to a request that is not streamed. `replies` has one entry."""
     return {
         **_frame(head),
         "model": head.model,
@@ -85,7 +89,8 @@ def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns a chunk with the whole reply, and a chunk with the numbers of tokens if the request asks for them."""
+    """Returns the server-sent events of a reply: a chunk with the whole reply, and a chunk with the numbers of tokens
+    if the request asks for them."""
     options = head.body.get("stream_options")
     chunk = {**_frame(head), "choices": [_choice(head, replies[0])], "usage": None, "prompt_token_ids": _prompt(head)}
     stream = event(chunk)

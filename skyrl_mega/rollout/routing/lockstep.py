@@ -17,8 +17,8 @@ from skyrl_mega.rollout.routing.router import QueuedRequest
 
 
 def in_lockstep(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
-    """Returns the requests to send now: all queued requests in name order once every running trajectory has a request
-    and the engines have finished the requests sent before; otherwise an empty deque. Requests whose callers were
+    """Returns the requests to send now, as a new deque: all queued requests in name order once every running trajectory
+    has a request and the engines have finished the requests sent before; otherwise none. Requests whose callers were
     cancelled are left out. Does not change `queue`.
 
     Args:

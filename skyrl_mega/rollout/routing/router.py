@@ -249,7 +249,7 @@ class Router:
 
     def rejoin(self) -> None:
         """Lets all engines that serve after a weight sync take requests again, restarted engines included, and
-        continues sending requests."""
+        continues sending requests. Does not wait."""
         self.awaiting_sync.clear()
         self.rejoins += 1
         for engine in self.fleet.serving:

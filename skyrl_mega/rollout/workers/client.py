@@ -149,8 +149,8 @@ class WorkerClient:
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Runs a trajectory on a worker, from opening to closing the environment; ignores `start`.
 
-        After a crash of the worker, runs the trajectory again. A trajectory that keeps crashing workers comes back
-        failed.
+        After a crash of the worker, runs the trajectory again. A trajectory that keeps crashing workers is returned
+        with a failed status.
 
         Raises:
             NoServingActor: No engine is left, in a phase.

@@ -43,7 +43,8 @@ class Workers(SupervisedGroup):
         return prompt.uid in self.crashing_prompts and prompt_hash(prompt) in self.crashing_prompts[prompt.uid]
 
     def place(self, up: Mapping[int, Any], trajectory: CrashHistory) -> int | None:
-        """Assigns a trajectory to the least loaded running worker allowed by the rules of `crash_isolation`.
+        """Assigns a trajectory to the least loaded running worker that may run it: after crashes a trajectory runs
+        apart from others, to find the cause (`crash_isolation`). Does not wait.
 
         The assignment lasts until `finished`.
 
@@ -114,9 +115,9 @@ class Workers(SupervisedGroup):
         return -len(self.group) if (isolating or crashed_before) and not self._never else 0
 
     def explain(self, trajectory: CrashHistory) -> None:
-        """Returns the restarts spent on the crashes of a failed trajectory to the budget, except for every
-        `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before, unless all are given up, or after
-        `close`."""
+        """Returns to the restart budget the restarts spent on the crashes of a trajectory found to be their cause,
+        except for every `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before, unless all are given
+        up, or after `close`."""
         with self._lock:
             self._refund(trajectory.workers)
             given_up = self.ranks(State.GIVEN_UP)

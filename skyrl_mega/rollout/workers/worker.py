@@ -134,7 +134,7 @@ class RolloutWorker:
 
     async def events(self, session: str) -> list[WorkerEvent]:
         """Returns a session's events since the last call; waits up to `HEARTBEAT_S` seconds for the first. An empty
-        list is a sign of life.
+        list shows that the worker still works.
 
         Raises:
             KeyError: The session has not begun or has ended.
@@ -164,8 +164,8 @@ class RolloutWorker:
         return [*map(self.sessions[session].hand_over, keys), None]
 
     async def write_turns(self, session: str, file: Path) -> None:
-        """Writes the recorded turns of a session's unfinished trajectories to a file (`journal.write`), also without
-        any turn.
+        """Writes the recorded turns of a session's unfinished trajectories to a file, replacing an existing one
+        (`journal.write`); without turns the file has no rows.
 
         Raises:
             KeyError: The session has ended.

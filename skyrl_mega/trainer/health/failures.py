@@ -95,7 +95,7 @@ def all_failed(trajectories: Sequence[Trajectory]) -> bool:
 
 def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None:
     """Raises an error, which ends the run, if the environments of all trajectories failed, or of more than an allowed
-    share.
+    share. Does nothing without failures.
 
     Args:
         trajectories: Trajectories of a step.

@@ -143,8 +143,8 @@ def past_threshold(config: Config, kind: str, metrics: Row) -> Iterator[str]:
 
 
 def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
-    """Raises an error, which ends the run, if engine and policy differ too far. To be called before the step's update
-    is synced or saved.
+    """Raises an error, which ends the run, if engine and policy differ too far; never if the stop thresholds are
+    disabled. To be called before the step's update is synced or saved.
 
     Raises:
         EngineDiffers: A log-prob difference reaches its stop threshold.

@@ -30,7 +30,8 @@ def environment_fails(view: StepView) -> Finding | None:
 
 
 def close_fails(view: StepView) -> Finding | None:
-    """Returns a finding if any environment raised in `close`: the trajectory is complete, but resources may leak."""
+    """Returns a finding if any environment raised in `close`: the trajectory is complete, but resources may leak. Else
+    None."""
     errors = [t.metadata["close_error"] for t in view.trajectories if "close_error" in t.metadata]
     if not errors:
         return None
@@ -41,7 +42,7 @@ def close_fails(view: StepView) -> Finding | None:
 
 def truth_fails(view: StepView) -> Finding | None:
     """Returns a finding if the reference solution of a row fails (metadata `gold_error`): no answer to such a row can
-    be right."""
+    be right. Else None."""
     wrong = [t for t in view.judged if t.metadata.get("gold_error")]
     if not wrong:
         return None
@@ -63,8 +64,8 @@ def ended_for_memory(view: StepView) -> Finding | None:
 
 def everything_cut(view: StepView) -> Finding | None:
     """Returns a finding if at least the share `NEARLY_ALL` of the step's responses, `MIN_TRAJECTORIES` or more, were
-    cut at the limit of tokens or time. The finding is `stuck` if the overlong filter removes all of these, or nothing
-    gives a signal."""
+    cut at the limit of tokens or time; else None. The finding is `stuck` if the overlong filter removes all of these,
+    or nothing gives a signal."""
     cut = [t for t in view.judged if t.status in CUT]
     if len(view.judged) < MIN_TRAJECTORIES or len(cut) < NEARLY_ALL * len(view.judged):
         return None
@@ -130,7 +131,7 @@ def duplicated_samples(view: StepView) -> Finding | None:
 
 def equal_rewards(view: StepView) -> Finding | None:
     """Returns a finding if no group has unequal rewards: there is nothing to learn unless advantages have another
-    source. The step must have many groups, or this must last several steps.
+    source. The step must have many groups, or this must last several steps. Else None.
 
     The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
     and `nothing_left` if all answers earn the highest reward of the run.
@@ -167,7 +168,7 @@ def equal_rewards(view: StepView) -> Finding | None:
 
 def no_advantage(view: StepView) -> Finding | None:
     """Returns a finding if rewards differ but no token has an advantage: baselines equal each reward, failed, or
-    cancel."""
+    cancel. Else None."""
     steps = view.steps_in_a_row(
         lambda row: metric_of(row, "policy/advantage_fraction") == 0.0 and bool(metric_of(row, "rollout/groups_differ"))
     )
@@ -195,7 +196,8 @@ def no_advantage(view: StepView) -> Finding | None:
 
 def nothing_sampled(view: StepView) -> Finding | None:
     """Returns a finding if dynamic sampling lacks at least half of the step's groups after all rounds; named
-    `groups_missing` if the step has some groups, `nothing_sampled` if it has none."""
+    `groups_missing` if the step has some groups, `nothing_sampled` if it has none. Else None, also without dynamic
+    sampling."""
     missing, rounds = view.metric("rollout/groups_missing"), view.metric("rollout/rounds")
     wanted, most = view.config.data.prompts_per_step, view.config.algorithm.dynamic_sampling.max_rounds
     if not missing or rounds != most or missing < wanted / 2:
@@ -230,7 +232,7 @@ def stop_string_never_comes(view: StepView) -> Finding | None:
 
 def more_cut(view: StepView) -> Finding | None:
     """Returns a finding if at least half of the responses were truncated in each of the last two steps, and at most a
-    tenth usually before."""
+    tenth usually before; else None."""
     name = "rollout/truncated_fraction"
     now, before = view.last(name, 2), view.past[:-1]
     known = [value for row in before if (value := row.get(name)) is not None]

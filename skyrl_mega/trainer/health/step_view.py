@@ -68,7 +68,7 @@ class StepView:
 
     @cached_property
     def groups(self) -> list[list[Trajectory]]:
-        """The judged samples of each prompt with at least two.
+        """The judged samples (without failure of the environment) of each prompt with at least two.
 
         If advantages do not compare samples (`reinforce`), all trajectories form a single group.
         """

@@ -74,8 +74,9 @@ class Health:
             self.stuck = self.groups = 0
 
     def check(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
-        """Checks a finished step and returns the verdict: metrics, lines about new findings, and steps in a row without
-        learning. Remembers the step for later checks, so each step is checked once.
+        """Checks a finished step and returns the verdict: metrics, lines about new findings, and the number of steps in
+        a row without learning. Raises nothing for a finding; `end_if_stuck` ends the run. Remembers the step for later
+        checks, so each step is checked once.
 
         Args:
             number: The step's number.

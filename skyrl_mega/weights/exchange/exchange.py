@@ -191,13 +191,13 @@ class Exchange:
         bytes. A collective: all processes of the plan call it.
 
         Args:
-            source: This process's parameters by local name. Views from the first run are reused while types, shapes and
-                strides stay the same, at any address.
-            target: Likewise. Parameters are looked up when parts arrive and are not held in between, so the mapping may
-                create a parameter then, and `loaded` may free the memory. Scales may be absent.
+            source: This process's parameters by local name; None or {} in a process that sends nothing. Views from the
+                first run are reused while types, shapes and strides stay the same, at any address.
+            target: Likewise, for receiving. Parameters are looked up when parts arrive and are not held in between, so
+                the mapping may create a parameter then, and `loaded` may free the memory. Scales may be absent.
             checksums: True to verify every part after arrival; the same in all processes.
-            loaded: Called with a target parameter's name after the last part is written. On a GPU the copies are then
-                queued on the current stream, free for use by the callback.
+            loaded: Called with a target parameter's name after the last part is written; None calls nothing. On a GPU
+                the copies are then queued on the current stream, free for use by the callback.
 
         Raises:
             TransportError: A peer left, or did not answer within the transport's timeout for the whole run; names peer

@@ -207,7 +207,7 @@ class Member:
         for the end of all copies. Checksums are computed, but judged only by `ExchangeRun.verify`.
 
         Raises:
-            TransportError: A peer left, or did not answer in time.
+            TransportError: A peer left, or did not answer before the deadline of the run.
         """
         self._free = list(range(self.buffers.count))
         for step in self.steps:
@@ -343,7 +343,7 @@ def read_from_owner(
         owner_rank: Process number of the owner.
 
     Raises:
-        TransportError: The owner left, or did not answer in time.
+        TransportError: The owner left, or did not answer before the deadline of the run.
     """
     for bucket in buckets:
         with run.report.timed("wire_s"):

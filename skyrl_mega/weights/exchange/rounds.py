@@ -21,7 +21,8 @@ def rounds(
             first. A bucket with a single process stays on the device and takes up a send.
         processes: Number of processes; `chains` contains numbers below it.
         live: Maximum number of buckets held by a process at once, at least 2.
-        phases: By bucket, ascending. A phase begins after all rounds of the previous phase.
+        phases: By bucket, ascending; None: all buckets are of one phase. A phase begins after all rounds of the
+            previous phase.
 
     Returns:
         By bucket, ascending rounds, counted from 0: one for each process after the first; a single round for a bucket

@@ -40,7 +40,8 @@ def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str
         folder: Folder of cached plans; created if missing.
         key: All inputs of the plan (settings of both layouts, topology, wire), as JSON types.
         make: Computes the plan.
-        digest: The plan's digest, if known. A file from an older version of this code may contain another plan.
+        digest: The plan's digest; None if unknown: any plan in the file counts. A file from an older version of this
+            code may contain another plan.
 
     Raises:
         OSError: A file with another digest cannot be removed and would mislead other processes.

@@ -168,8 +168,8 @@ class Transport:
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The message failed or is not complete in time; names the peer and the tensors. The group is
-                then left.
+            TransportError: The message failed or is not complete at the deadline; names the peer and the tensors. The
+                group is then left.
         """
         failure = None
         try:
@@ -267,8 +267,8 @@ class Transport:
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
-    """Cancels the group called `group`: every process that waits in `join` for other processes, now or later, raises
-    TransportError with `cause`. Processes that have already joined are not affected. Does not wait.
+    """Cancels the group called `group`: every process that waits in `join` at this store for other processes, now or
+    later, raises TransportError with `cause`. Processes that have already joined are not affected. Does not wait.
 
     Raises:
         RuntimeError: The store does not answer.
@@ -325,8 +325,8 @@ def join(
             group. See `ipc.device_owners`.
 
     Raises:
-        TransportError: The store does not answer, ranks did not join in time, or the group was called off (`call_off`);
-            names the missing ranks or the cause.
+        TransportError: The store does not answer, ranks did not join within `timeout_s`, or the group was called off
+            (`call_off`); names the missing ranks or the cause.
     """
     timeout = timedelta(seconds=timeout_s)
     try:

@@ -135,7 +135,7 @@ class ToPeer(PeerChannel):
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The peer left, or did not answer in time.
+            TransportError: The peer left, or did not take the message before the deadline.
         """
         self._send(_READY.pack(bucket, at), what, deadline)
 
@@ -148,7 +148,7 @@ class ToPeer(PeerChannel):
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The peer left, or did not answer in time.
+            TransportError: The peer left, or did not answer before the deadline.
         """
         while bucket not in self._read:
             self._read.update(_DONE.unpack(self._receive(_DONE.size, what, deadline)))
@@ -192,7 +192,7 @@ class ToOwner(PeerChannel):
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The owner left, did not answer in time, or announced another bucket.
+            TransportError: The owner left, did not answer before the deadline, or announced another bucket.
         """
         received, at = _READY.unpack(self._receive(_READY.size, what, deadline))
         if received != bucket:
@@ -208,7 +208,7 @@ class ToOwner(PeerChannel):
             deadline: The end of the run's time.
 
         Raises:
-            TransportError: The owner left, or did not answer in time.
+            TransportError: The owner left, or did not take the message before the deadline.
         """
         self._send(_DONE.pack(bucket), what, deadline)
 
@@ -310,7 +310,7 @@ def connect(
             also for a process alone on its device.
 
     Raises:
-        TransportError: A process of the device did not connect in time.
+        TransportError: A process of the device did not connect within the transport's `timeout_s`.
     """
     deadline = Deadline(transport.timeout_s)
     me = transport.rank
