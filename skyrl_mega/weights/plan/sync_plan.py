@@ -108,7 +108,7 @@ class SyncInputs:
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """Computes the plan of a sync with all engines, in seconds for a large model. Caches nothing (`Connection.plan`
+    """Computes the plan of a sync with all engines; takes seconds for a large model. Caches nothing (`Connection.plan`
     does).
 
     Args:
