@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, float]:
 
 def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:
     """Yields (metric, estimated, measured) for times, memory and speed, times first; None for an absent value. A metric
-    without both values is left out.
+    with neither value is left out.
 
     The measured value is the median over the steps from `FIRST` on, or over all steps of a shorter run.
 

@@ -26,8 +26,7 @@ class CutReply(NamedTuple):
 
 
 def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], chat: Renderer) -> CutReply:
-    """Cuts a reply at the first token that completes a stop string; without a stop string in the reply, keeps all of
-    it.
+    """Cuts a reply at the first token that completes a stop string; without a stop string, the whole reply is kept.
 
     Args:
         tokens: Sampled tokens of the reply.
