@@ -86,8 +86,8 @@ class Fleet(SupervisedGroup):
         return running
 
     def ensure_running(self) -> list[int]:
-        """Returns the running ranks, stale ranks included, at least one. If no actor runs, starts the failed actors and
-        waits for the first. Every start is bounded by `start_timeout_s`.
+        """Returns the running ranks, at least one, including stale ranks (without the current weights). If no actor
+        runs, starts the failed actors and waits for the first. Every start is bounded by `start_timeout_s`.
 
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
@@ -112,7 +112,8 @@ class Fleet(SupervisedGroup):
 
     def serve(self, ranks: Collection[int]) -> None:
         """Marks the actors of these ranks as holding the current weights, so that they serve; ranks failed in the
-        meantime are skipped. All other running ranks become stale and get no requests."""
+        meantime are skipped. All other running ranks become stale: they get no requests until a later call names them.
+        """
         with self._lock:
             self._current = {*ranks} & {*self.up}
 
@@ -161,7 +162,7 @@ class Fleet(SupervisedGroup):
         restarts once all parts are awake again.
 
         Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
-        becomes stale.
+        becomes stale: no actor serves until the next weight sync.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).

@@ -84,10 +84,10 @@ class RolloutService:
         return bool({*self.fleet.serving} - self.player.router.awaiting_sync)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
-        """Starts to generate a group for each ticket and returns at once; `done` returns the groups. `prompts` are the
-        tickets' prompts in the same order. As in a phase, all environments are opened before the first trajectory runs,
-        but slow environments delay the other groups by at most `TOGETHER_S`. Samples in a ticket's `played` (from a
-        checkpoint) do not run again.
+        """Starts to generate a group for each ticket (a requested group) and returns at once; `done` returns the
+        groups. `prompts` are the tickets' prompts in the same order. As in a phase, all environments are opened before
+        the first trajectory runs, but slow environments delay the other groups by at most `TOGETHER_S`. Samples in a
+        ticket's `played` (from a checkpoint) do not run again.
 
         If no group is under way, the engines first forget cached prefixes, which takes up to `timeout_s`. Without
         tickets nothing happens. A missing engine is no error while engines restart: the requests wait.

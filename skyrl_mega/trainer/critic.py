@@ -32,7 +32,7 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
     weight. The critic's ranks already keep the mini-batches (`values`); `minis` gives only the weights.
 
     Returns:
-        `critic/…`: means over the optimizer steps; {} if no mini-batch contains a counted token.
+        `critic/…`: means over the optimizer steps; {} if no mini-batch contains a token with a weight in the loss.
 
     Raises:
         ActorFailed: A rank failed.
@@ -55,7 +55,7 @@ def quality(batch: Sequences) -> dict[str, float]:
 
     Returns:
         `critic/return`, the mean return, and `critic/explained_variance`, left out if all returns are equal; {} without
-        a counted token.
+            such a token.
     """
     counts = batch["mask"] != 0
     returns, errors = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()

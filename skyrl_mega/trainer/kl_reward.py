@@ -30,7 +30,7 @@ class KlReward:
         for the next step.
 
         k_t is the KL estimate under the sampling weights, without a gradient. k_t = 0 for tokens of filtered
-        trajectories, without a weight in the loss. The mean skips trajectories without a counted token.
+        trajectories, without a weight in the loss. The mean skips trajectories without a token in the loss.
 
         Args:
             batch: Its tokens include old_logprobs and reference_logprobs.

@@ -280,8 +280,8 @@ def update_metrics(
     """Returns the metrics `policy/…` of a step: means over the optimizer steps, without mismatch and replay, recorded
     separately. `minis` has the mini-batch of each of `updates`.
 
-    A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
-    gradient norm.
+    A mini-batch without a token in the loss is left out of means over tokens. Mini-batches that are only measured do
+    not contribute a gradient norm.
     """
     totals = [mini.total_weight for mini in minis]
     means = [averages(update, algorithm, total) for update, total in zip(updates, totals, strict=True)]

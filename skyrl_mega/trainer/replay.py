@@ -19,9 +19,9 @@ PREFIX = "replay_"
 
 
 def check_routes(batch: Sequences) -> None:
-    """Refuses a batch if a counted token's context lacks routes: all earlier tokens of the sample need a route in every
-    layer. No route is needed for a sample's last token, for tokens after the policy's last counted token, and in
-    trajectories without counted tokens.
+    """Refuses a batch if the context of a counted token (with a weight in the loss) lacks routes: all earlier tokens of
+    the sample need a route in every layer. No route is needed for a sample's last token, for tokens after the policy's
+    last counted token, and in trajectories without counted tokens.
 
     Raises:
         WrongRoutes: Names the first token without a route, or says that the engines returned no routes at all.

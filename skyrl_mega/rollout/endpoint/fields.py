@@ -30,7 +30,8 @@ def mapping(value: Any, place: str) -> Mapping[str, Any]:
 
 
 def items(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Returns the objects of a list; [] for None. Raises BadRequest, with `place`, if the value is no list of objects."""
+    """Returns the objects in a list, [] for None. Raises BadRequest, with `place`, unless the value is a list of
+    objects."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -83,7 +83,7 @@ class Scales:
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
         """Computes the scales of the policy's present weights and writes them to `tables`. A collective of all policy
-        ranks if a block straddles ranks.
+        ranks if a block straddles ranks (several ranks hold a part).
 
         Args:
             params: This rank's parameters by local name, with the scales of weights already in FP8.
