@@ -126,8 +126,7 @@ def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
 def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Returns megatron-core's configuration of the architecture in this layout. `hf` is the model's config.json.
-    `policy.options` take precedence.
+    """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
 
     Raises:
         UserError: megatron-core refuses `policy.options`, or the architecture is not supported.

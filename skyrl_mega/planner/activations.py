@@ -71,8 +71,7 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Estimates the peak activation memory of a policy rank in bytes, for all micro-batches between their forward and
-    backward pass. Results are cached.
+    """Estimates the peak activation memory of a policy rank in bytes, for all micro-batches in flight. Cached.
 
     Args:
         decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.

@@ -94,18 +94,12 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
 
     Computes log-probs and values under the present weights and advantages over the whole step, then trains the critic
     and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied.
-
     Advantages that follow from rewards alone come first: samples without a gradient then get micro-batches without a
     backward pass.
 
     The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
-    algorithm works on tokens (`needs_tokens`).
-
-    Raises:
-        ActorFailed: A rank failed.
-        ClusterError: Trajectories stored on a node are lost.
-        WrongRoutes: Routes to replay are missing.
-        Stopped: The run must end.
+    algorithm works on tokens (`needs_tokens`). Raises ActorFailed if a rank fails, ClusterError if trajectories are
+    lost, WrongRoutes if routes to replay are missing, and Stopped if the run must end.
     """
     algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)

@@ -62,12 +62,7 @@ from skyrl_mega.weights.sync import WeightSync
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines, and
-    yields the run. Everything started ends with the block, also after an error here.
-
-    Raises:
-        UserError: The data, the model or the settings cannot be used.
-        ActorFailed, ClusterError: A part did not start within `cluster.start_timeout_s`, or failed.
-    """
+    yields the run. Ends all with the block or an error: UserError, ActorFailed or ClusterError if a part fails."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)

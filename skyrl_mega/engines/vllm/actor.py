@@ -122,8 +122,7 @@ class VllmEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as requests end; empty lists, at least `BEATS` in
-        `rollout.request_timeout_s`, show that the engine still works.
+        """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.

@@ -101,8 +101,7 @@ def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
 
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
-    """Returns vLLM's engine arguments: those that the model's blocks need, ours, `extra` of the spec, and
-    `rollout.options`. Of equal keys the last wins.
+    """Returns vLLM's engine arguments: ours, those that the model's blocks need, and `rollout.options`, which win.
 
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
     process may allocate or free memory of the GPU. Raises UserError if config.json cannot be used.

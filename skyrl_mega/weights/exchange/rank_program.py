@@ -120,17 +120,8 @@ def rank_program(
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
-    A device owner communicates for all processes on its device: it gets steps, and no buckets to read. Any other
-    process gets no steps, only buckets in the owner's order. All arguments but `role` must agree between processes.
-
-    Args:
-        plan: All transfers.
-        wire: The types on the wire.
-        role: This process and its layouts.
-        bucket_bytes: Maximum size of a message.
-        in_flight: Buffers of a process, at least 2.
-        source_base, target_base: Process numbers of source rank 0 and target rank 0.
-        owners: Result of `ipc.device_owners`.
+    A device owner communicates for its device: it gets only steps, the others only buckets, in the owner's order. All
+    arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `…_base`: process of rank 0.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
