@@ -13,6 +13,8 @@ SDK = OpenAI(base_url="http://127.0.0.1", api_key="-", http_client=DefaultHttpxC
 
 
 class CalculatorAgent(AgentEnv):
+    """Asks the policy until a reply calls no tool, at most `max_turns` times; reward 1 if the last number is right."""
+
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
         client = SDK.with_options(base_url=f"{endpoint.url}/v1", api_key=endpoint.key)
         messages = list(prompt)
@@ -31,6 +33,7 @@ class CalculatorAgent(AgentEnv):
 
 
 def use_calculator(arguments: str) -> str:
+    """Returns the value of a call's expression, or an error for the policy."""
     try:
         return calculate(json.loads(arguments)["expression"])
     except (ToolError, ValueError, KeyError, TypeError, AttributeError) as error:

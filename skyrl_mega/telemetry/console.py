@@ -51,6 +51,9 @@ PLACES = (
 )
 """(Name, path in the run's folder) of the results listed in the closing summary, if they exist."""
 
+AGENT_FIGURE = "/of/agent_"
+"""Part of the names of figures about agents' requests (docs/agents.md): most count what rarely happens."""
+
 
 @dataclass
 class Phase:
@@ -210,7 +213,8 @@ class Console:
         self._emit({"step": step, **finite(metrics)})
 
     def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Prints the end of a run: its duration, each score before → after, and the paths of all results.
+        """Prints the end of a run: its duration, each score before → after, and the paths of all results. The figures
+        of agents' requests (`…/of/agent_…`) are left out if they are 0 before and after.
 
         Args:
             folder: The run's folder.
@@ -220,6 +224,8 @@ class Console:
         places = {name: str(folder / file) for name, file in PLACES if (folder / file).exists()}
         self.say(f"done in {table.duration(time.monotonic() - self._started)}")
         for name, value in after.items():
+            if AGENT_FIGURE in name and not value and not before.get(name):
+                continue
             if name in before:
                 change = f"{table.number(before[name])} → {table.number(value)}  ({value - before[name]:+.3f})"
             else:

@@ -115,10 +115,13 @@ def test_the_summary_says_before_after_and_where(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     out = io.StringIO()
     with Console(out) as console:
-        console.summary(tmp_path, {"eval/a/mean": 0.41}, {"eval/a/mean": 0.93, "eval/b/mean": 0.2})
+        before = {"eval/a/mean": 0.41, "eval/a/of/agent_ignored_parameters": 1.0, "eval/a/of/agent_dropped_tokens": 0.0}
+        after = dict.fromkeys(before, 0.0) | {"eval/a/mean": 0.93, "eval/b/mean": 0.2, "eval/a/of/format": 0.0}
+        console.summary(tmp_path, before, after)
     text = " ".join(out.getvalue().split())
     assert "eval/a/mean 0.410 → 0.930 (+0.520)" in text
-    assert "eval/b/mean 0.200" in text
+    assert "eval/b/mean 0.200" in text and "of/format 0" in text
+    assert "ignored_parameters 1" in text and "dropped_tokens" not in text
     assert str(tmp_path / "checkpoints") in text and str(tmp_path / "metrics.jsonl") in text
     assert "trajectories" not in text
 

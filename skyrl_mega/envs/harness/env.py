@@ -18,10 +18,12 @@ from skyrl_mega.envs.harness.program import (
     TASK,
     Program,
     check_network,
+    check_variables,
     find_program,
     read_answer,
     readable,
     task_text,
+    values_of,
     words_of,
 )
 from skyrl_mega.envs.options import Option, choice, group, mapping, number, switch, text, texts
@@ -80,13 +82,7 @@ class HarnessEnv(AgentEnv):
             words_of(options["command"], f"{KEY}.command")
         if options["reward"] is not None:
             AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
-        for name, value in options["variables"].items():
-            if not (value is None or isinstance(value, str)) or not name or "=" in name:
-                raise UserError(
-                    "allowed is a name and a text, or null for the run's own value",
-                    key=f"{KEY}.variables.{name}",
-                    value=value,
-                )
+        check_variables(options["variables"], f"{KEY}.variables")
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
@@ -98,9 +94,6 @@ class HarnessEnv(AgentEnv):
         """
         program, judge = _parts(options)
         judge.cls.check_ready(judge.options)
-        for name, value in options["variables"].items():
-            if value is None and name not in os.environ:
-                raise UserError("the run has no such variable", key=f"{KEY}.variables.{name}", fix=f"export {name}=…")
         if program.box.confined:
             program.box.check(BOX)
             check_network(program.box, BOX)
@@ -162,7 +155,7 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
     """Returns the program and the judge of the options.
 
     Raises:
-        UserError: `command` or `reward` is missing, or the program does not exist.
+        UserError: `command` or `reward` is missing, the program does not exist, or a variable is not set.
     """
     rewards = "package.module:function, path/to/file.py:function, or an environment of one turn such as math"
     for name, form in (("command", "a program and its arguments"), ("reward", rewards)):
@@ -183,11 +176,8 @@ def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
         name=BOX,
         confined=options["confined"],
     )
-    environment = {
-        name: os.environ.get(name) if value is None else value for name, value in options["variables"].items()
-    }
     # A program ended by a limit keeps what it printed.
-    given = UNBUFFERED | {name: value for name, value in environment.items() if value is not None}
+    given = UNBUFFERED | values_of(options["variables"], f"{KEY}.variables")
     judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
     # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
     return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False), judge

@@ -83,6 +83,32 @@ class Program:
         return endpoint.serve is not None and "network namespace" in ways
 
 
+def check_variables(variables: Mapping[Any, Any], key: str) -> None:
+    """Checks names and values of a setting with environment variables; `key` is the setting.
+
+    Raises:
+        UserError: A name is empty or contains `=`, or a value is neither a text nor None.
+    """
+    for name, value in variables.items():
+        if not (value is None or isinstance(value, str)) or not name or "=" in str(name):
+            raise UserError(
+                "allowed is a name and a text, or null for the run's own value", key=f"{key}.{name}", value=value
+            )
+
+
+def values_of(variables: Mapping[str, str | None], key: str) -> dict[str, str]:
+    """Returns the environment variables of a setting, with the run's own values in the place of None.
+
+    Raises:
+        UserError: The run has no variable of a name.
+    """
+    values = {name: os.environ.get(name) if value is None else value for name, value in variables.items()}
+    for name, value in values.items():
+        if value is None:
+            raise UserError("the run has no such variable", key=f"{key}.{name}", fix=f"export {name}=…")
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def check_network(box: Sandbox, key: str) -> None:
     """Checks the confinement of a program's network to the endpoint.
 

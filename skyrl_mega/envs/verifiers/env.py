@@ -18,7 +18,16 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.faults import InfrastructureFault
-from skyrl_mega.envs.harness.program import TASK, TASK_VARIABLE, Program, check_network, find_program, readable
+from skyrl_mega.envs.harness.program import (
+    TASK,
+    TASK_VARIABLE,
+    Program,
+    check_network,
+    check_variables,
+    find_program,
+    readable,
+    values_of,
+)
 from skyrl_mega.envs.options import Option, group, mapping, number, switch, text, texts
 from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult, variables
 from skyrl_mega.envs.sandbox.run import GRACE_S, settings
@@ -85,13 +94,7 @@ class VerifiersEnv(AgentEnv):
                 key=f"{KEY}.env",
                 value=options["env"],
             )
-        for name, value in options["variables"].items():
-            if not (value is None or isinstance(value, str)) or not re.fullmatch(r"\w+", str(name)):
-                raise UserError(
-                    "allowed is a name and a text, or null for the run's own value",
-                    key=f"{KEY}.variables.{name}",
-                    value=value,
-                )
+        check_variables(options["variables"], f"{KEY}.variables")
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
@@ -102,9 +105,6 @@ class VerifiersEnv(AgentEnv):
                 confinement.
         """
         program = _program(options, "check")
-        for name, value in options["variables"].items():
-            if value is None and name not in os.environ:
-                raise UserError("the run has no such variable", key=f"{KEY}.variables.{name}", fix=f"export {name}=…")
         if program.box.confined:
             program.box.check(BOX)
             check_network(program.box, BOX)
@@ -235,7 +235,7 @@ def _program(options: Mapping[str, Any], command: str) -> Program:
     """Returns the process of the runner.
 
     Raises:
-        UserError: `env` is not set, or there is no such interpreter.
+        UserError: `env` or a variable is not set, or there is no such interpreter.
     """
     if options["env"] is None:
         raise UserError("it is not set; allowed: the name of an installed package", key=f"{KEY}.env")
@@ -251,8 +251,8 @@ def _program(options: Mapping[str, Any], command: str) -> Program:
         confined=confined,
     )
     path = (variables.inside() if confined else variables.of_this_user()).get("PATH", os.defpath)
-    given = {name: os.environ.get(name) if value is None else value for name, value in options["variables"].items()}
-    environment = {f"{OWN}{name}": value for name, value in given.items() if value is not None}
+    given = values_of(options["variables"], f"{KEY}.variables")
+    environment = {f"{OWN}{name}": value for name, value in given.items()}
     environment["PATH"] = f"{os.path.dirname(python)}:{path}"
     return Program(tuple(argv), box, float(options["timeout_s"]) + float(options["scoring_s"]), environment)
 
