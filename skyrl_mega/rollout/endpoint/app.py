@@ -25,7 +25,7 @@ from skyrl_mega.rollout.endpoint.dialect import (
     status_of,
     to_json,
 )
-from skyrl_mega.rollout.endpoint.door import AgentDoor, replies_of
+from skyrl_mega.rollout.endpoint.door import AgentDoor, result_of
 from skyrl_mega.rollout.endpoint.openai_chat import CHAT
 from skyrl_mega.rollout.endpoint.openai_responses import RESPONSES
 from skyrl_mega.rollout.endpoint.requests import BadRequest, ChatRequest, PolicyReply, RequestError
@@ -38,6 +38,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": TOKENS,
 }
 """Path → dialect."""
+COUNT = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
 MODEL = "policy"
 """The model's name; requests may give any other."""
@@ -125,11 +126,12 @@ class EndpointApp:
             _check_method(method, "GET")
             name = path.removeprefix(MODELS).removeprefix("/")
             return await exchange.send_json(200, _model(name) if name else _models())
-        if path not in DIALECTS:
-            raise UnknownPath(f"{path}: allowed are {', '.join([*DIALECTS, MODELS])}")
+        if path not in (*DIALECTS, COUNT):
+            raise UnknownPath(f"{path}: allowed are {', '.join([*DIALECTS, COUNT, MODELS])}")
         _check_method(method, "POST")
         with door.enter() as take:
-            await exchange.answer(door, await exchange.body(headers, take))
+            body = await exchange.body(headers, take)
+            await (exchange.count(door, body) if path == COUNT else exchange.answer(door, body))
 
     def _admitted(self, scope: Scope, headers: Mapping[bytes, bytes]) -> AgentDoor:
         """Returns the door of a request's key.
@@ -207,7 +209,7 @@ class _Exchange:
                     await self._keep_alive(head)
             else:
                 await _first(answer, gone, None)
-            replies = replies_of(answer)
+            replies = result_of(answer)
             if self.dialect is RESPONSES and isinstance(request, ChatRequest):
                 door.history.keep(head, request, replies[0])
             await (
@@ -216,6 +218,14 @@ class _Exchange:
         finally:
             answer.cancel()
             gone.cancel()
+
+    async def count(self, door: AgentDoor, body: Mapping[str, Any]) -> None:
+        """Sends the number of tokens of a request's context, in Anthropic's form."""
+        request = self.dialect.read(body)
+        assert isinstance(request, ChatRequest)
+        counting = asyncio.wrap_future(door.count(request))
+        await asyncio.wait([counting])
+        await self.send_json(200, {"input_tokens": result_of(counting)})
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -275,6 +285,8 @@ async def _first(answer: asyncio.Future[list[PolicyReply]], gone: asyncio.Future
 
 def _dialect(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
     """Returns the dialect of a path; for other paths, the dialect of the client."""
+    if path.rstrip("/") == COUNT:
+        return MESSAGES
     return DIALECTS.get(path.rstrip("/")) or (MESSAGES if b"anthropic-version" in headers else CHAT)
 
 

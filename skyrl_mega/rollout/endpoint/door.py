@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from skyrl_mega.rollout.endpoint.dialect import PolicyFault, TooManyRequests
 from skyrl_mega.rollout.endpoint.openai_responses import ResponseHistory
@@ -18,6 +19,7 @@ from skyrl_mega.rollout.endpoint.requests import (
     TokenRequest,
 )
 
+Answer = TypeVar("Answer")
 AT_ONCE = 64
 """Most requests of a trajectory under way at once."""
 BYTES_AT_ONCE = 32 * 2**20
@@ -36,7 +38,7 @@ class AgentDoor:
     def __init__(self, session: EndpointSession, loop: asyncio.AbstractEventLoop) -> None:
         self._session, self._loop = session, loop
         self._ended = False
-        self._under_way: set[Future[list[PolicyReply]]] = set()
+        self._under_way: set[Future[Any]] = set()
         self._at_close: list[Callable[[], object]] = []
         self.history = ResponseHistory()
         self._entered, self._bytes = 0, 0
@@ -74,7 +76,14 @@ class AgentDoor:
         Raises:
             SessionEnded: The loop is closed.
         """
-        work = self._answer(request)
+        return self._start(self._answer(request))
+
+    def count(self, request: ChatRequest) -> Future[int]:
+        """Counts the tokens of a request's context in the loop of the rollouts, and returns the future of the number.
+        Raises SessionEnded as `submit` does."""
+        return self._start(self._count(request))
+
+    def _start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:  # the loop is closed
@@ -93,6 +102,11 @@ class AgentDoor:
             return await self._session.chat(request)
         return [await self._session.continue_tokens(request)]
 
+    async def _count(self, request: ChatRequest) -> int:
+        if self._ended:
+            raise SessionEnded(ENDED)
+        return await self._session.count(request)
+
     def at_close(self, function: Callable[[], object]) -> None:
         """Calls the function when the door is closed; calls it at once if the door is already closed."""
         self._at_close.append(function)
@@ -109,8 +123,8 @@ class AgentDoor:
             function()
 
 
-def replies_of(future: asyncio.Future[list[PolicyReply]]) -> list[PolicyReply]:
-    """Returns the replies of a finished request.
+def result_of(future: asyncio.Future[Answer]) -> Answer:
+    """Returns the result of a finished request: its replies, or its number of tokens.
 
     Raises:
         RequestError: The session refuses the request; `SessionEnded` after the end of the door, `PolicyFault` for any

@@ -97,6 +97,9 @@ class EndpointSession(Protocol):
             RequestError: The request cannot be answered; the subclass says why.
         """
 
+    async def count(self, request: ChatRequest) -> int:
+        """Returns the number of tokens that the policy would read for a chat request. Raises as `chat` does."""
+
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
         """Continues tokens. Raises as `chat` does."""
 

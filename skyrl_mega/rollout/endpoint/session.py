@@ -143,6 +143,17 @@ class AgentSession:
         the caller is cancelled, the tokens are dropped, unless the same request comes again."""
         return await self._answer(lambda: self._of_messages(request), request, request.n)
 
+    async def count(self, request: ChatRequest) -> int:
+        """Returns the number of tokens that the policy would read for a chat request. Neither counts as a request nor
+        ends at a limit of the trajectory. Raises as `requests.EndpointSession.chat` does."""
+        self._check_open()
+        try:
+            context = await self._of_messages(request)
+        except RequestError as error:
+            self.refusal, self.refused = str(error), self.refused + 1
+            raise
+        return len(context.between) + (context.parent.length if context.parent else 0)
+
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
         """Continues tokens. Raises as `chat` does."""
         tree, renderer = self.tree, self.renderer

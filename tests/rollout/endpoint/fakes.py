@@ -65,6 +65,12 @@ class ScriptedSession:
         """Returns `request.n` replies, or raises the exception."""
         return [await self._answer(request)] * request.n
 
+    async def count(self, request: ChatRequest) -> int:
+        """Returns the number of messages, or raises the exception."""
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return len(request.messages)
+
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
         """Returns the reply, or raises the exception."""
         return await self._answer(request)

@@ -140,6 +140,16 @@ def test_messages(opened: Opened, scripted: ScriptedSession, stream: bool) -> No
     check_turn(scripted)
 
 
+def test_tokens_are_counted_without_a_request(opened: Opened) -> None:
+    session = ScriptedSession()
+    _, client = clients(opened(session))
+    counted = client.messages.count_tokens(model="any", system="Short.", messages=[USER])
+    assert counted.input_tokens == 2 and session.requests == []
+    _, client = clients(opened(ScriptedSession(SessionEnded("the time is over"))))
+    with pytest.raises(anthropic.AuthenticationError, match="the time is over"):
+        client.messages.count_tokens(model="any", messages=[USER])
+
+
 def test_several_replies(opened: Opened) -> None:
     client, _ = clients(opened(ScriptedSession()))
     completion = client.chat.completions.create(model="any", messages=[USER], n=3)

@@ -104,7 +104,7 @@ def test_no_request_starts_after_close_in_the_loop_of_the_rollouts(rollouts: asy
     future = asyncio.run_coroutine_threadsafe(submit_and_close(), rollouts).result(60)
     assert future.cancelled() and not session.requests
     with pytest.raises(SessionEnded):
-        door.replies_of(asyncio.run(_settled(entrance)))
+        door.result_of(asyncio.run(_settled(entrance)))
 
 
 async def _settled(entrance: door.AgentDoor) -> asyncio.Future[Any]:

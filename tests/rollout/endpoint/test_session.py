@@ -103,6 +103,24 @@ def test_a_reply_is_reused_as_tokens_and_only_new_messages_are_rendered(chat: Re
     assert (session.requests, len(session.tree.conversations()), session.dropped.total()) == (2, 1, 0)
 
 
+def test_counted_tokens_are_those_that_the_policy_would_read(chat: Renderer) -> None:
+    async def work(session: AgentSession, engine: FakeEngine) -> None:
+        first = await says(session, [HELLO])
+        asked = ChatRequest([HELLO, shown(first), MORE])
+        counted = await session.count(asked)
+        assert (session.requests, len(engine.asked)) == (1, 1), "counting asks no engine"
+        (second,) = await session.chat(asked)
+        assert counted == second.prompt_tokens > first.prompt_tokens
+        for _ in range(MOST_REFUSALS):
+            with pytest.raises(BadRequest):
+                await session.count(ChatRequest([]))
+        with pytest.raises(SessionEnded):
+            await session.count(asked)
+
+    session, _ = run(chat, work)
+    assert (session.requests, session.limit, session.dropped.total()) == (2, None, 0)
+
+
 def test_names_depend_on_the_context_and_not_on_the_order(chat: Renderer) -> None:
     """Sends the same three contexts in two orders, one of them twice."""
 
