@@ -81,6 +81,11 @@ class AgentEnv(BaseTextEnv):
         """
         return None
 
+    def prepare(self) -> None:
+        """Prepares the agent's surroundings, such as a container, after `init` and once the agent's turn has come. The
+        time limits of the agent start afterwards. May block, under `rollout.env_timeout_s`; the default does nothing.
+        """
+
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
         """Runs the agent to its end and grades the result. May block; runs in a thread.
 

@@ -4,6 +4,7 @@ command. Standard library only: the jail uses this module too.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -46,6 +47,27 @@ class SandboxListener:
         self.there.close()
 
 
+def listen(port: int) -> socket.socket:
+    """Starts the loopback interface of this thread's network namespace and returns a socket that listens on `HOST`.
+
+    Args:
+        port: Port of the socket; 0 chooses a free port.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        present = fcntl.ioctl(listener, SIOCGIFFLAGS, struct.pack(INTERFACE, b"lo", 0))
+        flags = struct.unpack(INTERFACE, present)[1]
+        if not flags & IFF_UP:
+            fcntl.ioctl(listener, SIOCSIFFLAGS, struct.pack(INTERFACE, b"lo", flags | IFF_UP))
+        listener.bind((HOST, port))
+        listener.listen(BACKLOG)
+        undo.pop_all()
+    return listener
+
+
 def send_listener(channel: int) -> None:
     """Starts the loopback interface of this network namespace, listens on `PORT` and sends the socket to the host.
     Closes `channel` in any case. For the jail.
@@ -56,10 +78,5 @@ def send_listener(channel: int) -> None:
     Raises:
         OSError: The kernel refuses; the host receives no socket.
     """
-    with socket.socket(fileno=channel) as out, socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        present = fcntl.ioctl(listener, SIOCGIFFLAGS, struct.pack(INTERFACE, b"lo", 0))
-        flags = struct.unpack(INTERFACE, present)[1]
-        fcntl.ioctl(listener, SIOCSIFFLAGS, struct.pack(INTERFACE, b"lo", flags | IFF_UP))
-        listener.bind((HOST, PORT))
-        listener.listen(BACKLOG)
+    with socket.socket(fileno=channel) as out, listen(PORT) as listener:
         socket.send_fds(out, [b"\0"], [listener.fileno()])

@@ -198,18 +198,21 @@ class Agent:
 
     async def _run_agent(self, opened: Opened, name: str) -> None:
         """Runs the agent of an opened trajectory to its end. Waits first until fewer than `environment.workers` agents
-        work; the wait does not count towards the trajectory's time limit."""
+        work, and for `prepare` of the environment; both do not count towards the trajectory's time limit."""
         t = opened.trajectory
-        async with self.threads.agents:
-            if self.limits.trajectory_timeout_s is not None:
-                opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
-            session = AgentSession(
-                name, self.router, self.chat, self.limits, opened_at=opened.clock, until=opened.until
-            )
-            await run_agent(opened, session, self.limits, self.reward_weights)
-        if not t.tokens:
-            edits.append(t, self._prompt_tokens(t.prompt), 0)
-            t.prompt_length = len(t.tokens)
+        try:
+            async with self.threads.agents:
+                await opened.env.prepare()
+                if self.limits.trajectory_timeout_s is not None:
+                    opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
+                session = AgentSession(
+                    name, self.router, self.chat, self.limits, opened_at=opened.clock, until=opened.until
+                )
+                await run_agent(opened, session, self.limits, self.reward_weights)
+        finally:
+            if not t.tokens:
+                edits.append(t, self._prompt_tokens(t.prompt), 0)
+                t.prompt_length = len(t.tokens)
 
     async def _turn(self, opened: Opened, name: str) -> bool:
         """Runs a turn. Returns True after the last turn, with the trajectory's status set."""

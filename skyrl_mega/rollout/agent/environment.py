@@ -130,6 +130,16 @@ class Environment:
         """True if the open environment runs an agent."""
         return bool(self._made) and isinstance(self._made[0], AgentEnv)
 
+    async def prepare(self) -> None:
+        """Calls the `prepare` of an agent's environment. The environment must be open.
+
+        Raises:
+            EnvironmentFault: The environment raised an exception or exceeded the time limit of a call.
+        """
+        env = self._made[0]
+        if type(env).prepare is not AgentEnv.prepare:
+            await self._call("prepare", env.prepare, agent_limit_s=self.limit_s)
+
     async def run(
         self,
         endpoint: AgentEndpoint,
@@ -199,7 +209,8 @@ class Environment:
             what: Name of the method, for errors.
             function: The call.
             args: Arguments of `function`.
-            agent_limit_s: Time limit of a call that takes as long as a whole trajectory; None for all other calls.
+            agent_limit_s: Time limit of a call that waits for no slot of other calls, as an agent takes as long as a
+                whole trajectory; None for all other calls.
         """
         name = self.t.prompt.env_class
         call = Call(function, *args, late=lambda: [env.close() for env in self._made])
@@ -210,7 +221,7 @@ class Environment:
                 return await self.threads.run(call, self.limit_s, inline=self._inline)
         except Abandoned:
             limit = f"rollout.env_timeout_s={self.limit_s:g}"
-            if agent_limit_s is not None:
+            if agent_limit_s is not None and agent_limit_s > self.limit_s:
                 limit = f"{agent_limit_s:g} s, its own limit or rollout.trajectory_timeout_s, plus {limit}"
             raise self.fault(Status.ERROR_ENV_TIMEOUT, f"{what} took longer than {limit}") from None
         except Raised as raised:
