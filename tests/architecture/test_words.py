@@ -38,7 +38,7 @@ def documents() -> Iterator[Path]:
     """Yields all files for users except programs."""
     yield ROOT / "README.md"
     for folder in ("docs", "configs", "slurm", "launch", "docker"):
-        yield from (p for p in (ROOT / folder).rglob("*") if p.is_file())
+        yield from (p for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc")
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
