@@ -129,7 +129,7 @@ async def ask(
         timeout_s: Seconds for the whole exchange: connection, request and complete reply.
 
     Raises:
-        TimeoutError: The reply was not complete in time.
+        TimeoutError: The reply was not complete within `timeout_s`.
         Malformed: The reply exceeds MOST_BYTES, or uses another encoding.
         httpx.HTTPError: The connection failed, or the reply is not HTTP.
     """

@@ -61,8 +61,8 @@ class PromptStream:
         return self.position // self.count
 
     def take(self, count: int | None = None) -> list[int]:
-        """Draws the next `count` indices (default: a batch), prompts put back first. Returns [] and draws nothing if
-        fewer remain."""
+        """Draws the next `count` indices (None: a batch), prompts put back first. Returns [] and draws nothing if fewer
+        remain."""
         count = self.batch if count is None else count
         if count > self.remaining:
             return []

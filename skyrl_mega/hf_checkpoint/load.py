@@ -53,7 +53,7 @@ def load(
         shard: This rank's shard.
         params: The shard's local tensors.
         optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise left
-            unchanged.
+            unchanged; None for no such tensors.
         written: Called with the name of each local tensor once the tensor is filled; not for a tensor left unchanged.
 
     Raises:

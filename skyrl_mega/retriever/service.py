@@ -218,7 +218,8 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
         service: The application.
         host: Address to bind.
         port: Port to bind; 0 selects a free port.
-        ready_file: Written when the index is loaded: a JSON object with `url` and `pid`. Removed at the end.
+        ready_file: Written when the index is loaded, None for no file: a JSON object with `url` and `pid`. Removed at
+            the end.
         with_stdin: Also end when standard input ends, to avoid outliving the process that holds the pipe.
 
     Raises:
