@@ -88,8 +88,9 @@ class MlflowTracker:
         """True after a failed attempt to store a file was reported."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Creates an MLflow run, or continues the run of the resumed checkpoint (`resumed_step`, None for a new run);
-        returns a line with id and store. Errors of MLflow are let out; a repeated call continues the same run."""
+        """Creates an MLflow run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
+        beginning); returns a line with id and store. Errors of MLflow are let out; a repeated call continues the same
+        run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient

@@ -64,8 +64,8 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Creates a wandb run, or continues the run of the resumed checkpoint (`resumed_step`, None for a new run);
-        returns a line with its address."""
+        """Creates a wandb run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
+        beginning); returns a line with its address."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports for wandb's authors
         os.environ.setdefault("WANDB_SILENT", "true")  # only `Console` prints on the terminal
         # default: tables are staged in the home folder
