@@ -22,6 +22,11 @@ class Clock:
         since = self._since
         return self._sum + (0.0 if since is None else time.perf_counter() - since)
 
+    @property
+    def is_waiting(self) -> bool:
+        """True between `begin` and `end`."""
+        return self._since is not None
+
     def begin(self) -> None:
         """Marks the start of a wait, which `end` ends."""
         self._since = time.perf_counter()
@@ -37,12 +42,18 @@ class Clock:
         _thread.clock = self
 
 
+def working_clock() -> float:
+    """Returns `time.monotonic()` minus the seconds waited by the current thread, as counted by its clock."""
+    clock: Clock | None = getattr(_thread, "clock", None)
+    return time.monotonic() - (0.0 if clock is None else clock.waited())
+
+
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Counts the time inside the `with` block as waiting, on the clock of the current thread; without a clock, does
-    nothing."""
+    """Counts the time inside the `with` block as waiting, on the clock of the current thread; without a clock, or
+    inside another such block, does nothing."""
     clock: Clock | None = getattr(_thread, "clock", None)
-    if clock is None:
+    if clock is None or clock.is_waiting:
         yield
         return
     clock.begin()

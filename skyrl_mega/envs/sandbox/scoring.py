@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from skyrl_mega.envs.waiting import working_clock
+
 
 class EndedCommand(Protocol):
     """Protocol of a command's result: a `SandboxResult`, or a session's `CommandResult`."""
@@ -21,6 +23,8 @@ class EndedCommand(Protocol):
 
 
 T = TypeVar("T", bound=EndedCommand)
+RETRIED = ("memory", "lost")
+"""Statuses of a command that ended for memory shared with other commands, or whose machine was lost."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a killed process, and of a shell whose child was killed."""
 TRIES = 3
@@ -31,21 +35,21 @@ PAUSE_S = 1.0
 
 def run_with_retries(run: Callable[[float], T], seconds: float, max_tries: int = TRIES) -> T:
     """Runs a command and returns the result of the last try. Retries if the command ended for memory shared with other
-    commands, or by a SIGKILL that no limit sent.
+    commands, by the loss of its machine, or by a SIGKILL that no limit sent.
 
     A command that ends so on every try is at fault itself: otherwise a policy could have bad answers discarded.
 
     Args:
         run: Runs the command from the start, within the given number of seconds.
-        seconds: Time limit for all tries together.
+        seconds: Time limit for all tries together, without the time waited for shared resources.
         max_tries: Maximum number of tries.
     """
-    deadline = time.monotonic() + seconds
+    deadline = working_clock() + seconds
     for tries in range(1, max_tries + 1):
-        start = time.monotonic()
+        start = working_clock()
         outcome = run(max(deadline - start, 0.1))
-        retry = outcome.status == "memory" or (outcome.status == "failed" and outcome.exit in KILLED)
-        if not retry or tries == max_tries or 2 * time.monotonic() - start + PAUSE_S > deadline:
+        retry = outcome.status in RETRIED or (outcome.status == "failed" and outcome.exit in KILLED)
+        if not retry or tries == max_tries or 2 * working_clock() - start + PAUSE_S > deadline:
             break
         time.sleep(PAUSE_S)
     return outcome
