@@ -54,6 +54,7 @@ def play(
     scripts: Sequence[tuple[Prompt, Scripted]],
     threads: int = 4,
     reward_weights: Mapping[str, float] | None = None,
+    retries: int = 0,
     **limits: Any,
 ) -> list[Trajectory]:
     """Plays all scripts at once, each with a separate policy."""
@@ -65,7 +66,15 @@ def play(
         rooms = EnvPool(threads)
 
         async def one(prompt: Prompt, policy: Scripted) -> Trajectory:
-            agent = Agent(policy, chat, config, given, rooms, reward_weights=reward_weights)  # type: ignore[arg-type]
+            agent = Agent(
+                policy,  # type: ignore[arg-type]
+                chat,
+                config,
+                given,
+                rooms,
+                reward_weights=reward_weights,
+                retries=retries,
+            )
             return await agent.play(prompt, 0, f"{prompt.uid}")
 
         return await asyncio.gather(*(one(prompt, policy) for prompt, policy in scripts))

@@ -273,7 +273,7 @@ def _mark(words: str) -> ast.stmt:
 
 
 def canary_candidates(
-    sources: list[TestSource], marks: Iterable[str], failed: bool, names: frozenset[str]
+    sources: list[TestSource], marks: Iterable[str], failed: bool, names: frozenset[str], *, only_named: bool = False
 ) -> list[Assertion]:
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
@@ -285,6 +285,7 @@ def canary_candidates(
         marks: Marks written by the tests, see `TestSource.marked`.
         failed: True if the test command failed there.
         names: Functions to prefer; empty for all.
+        only_named: True if a failure of any other function would go unnoticed: only `names` are chosen.
     """
     seen, functions = set(marks), [function for source in sources for function in source.functions]
     stopped, ran, loaded = list[Function](), list[Function](), list[Function]()
@@ -318,8 +319,9 @@ def canary_candidates(
     certain = [(f, a) for f, a in broken if a.certain]
     siblings = [(f, a) for f, _ in broken for a in f.assertions if a.certain]
     for tier in [certain, siblings, broken, *tiers] if failed else tiers[1:]:
-        if tier:
-            return [*dict.fromkeys([a for f, a in tier if f.node.name in names] or [a for _, a in tier])]
+        chosen = [a for f, a in tier if f.node.name in names] or ([] if only_named else [a for _, a in tier])
+        if chosen:
+            return [*dict.fromkeys(chosen)]
     return []
 
 

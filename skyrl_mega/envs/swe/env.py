@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +12,12 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
-from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.judge import Judge, TestVerdict, refuse_outside_link, required_tests
-from skyrl_mega.envs.swe.session import BOX, CommandResult, LocalSession, Session, UnfitError
+from skyrl_mega.envs.swe import sessions
+from skyrl_mega.envs.swe.judge import Judge, TestVerdict
+from skyrl_mega.envs.swe.session import CommandResult, UnfitError
+from skyrl_mega.envs.swe.task import NAME, read_task, refuse_outside_link, required_tests
 from skyrl_mega.envs.tags import first_tag
+from skyrl_mega.envs.waiting import working_clock
 
 PROTECTED = [
     "tests/*",
@@ -51,12 +52,12 @@ PROTECTED = [
     "*.pth",
     "*.egg-info/*",
     "*.dist-info/*",
+    ".venv/*",
+    "*/site-packages/*",
 ]
 """Files that decide the behaviour of a test command. Files started by the command are protected too
 (`judge.started_files`).
 """
-NAME = re.compile(r"[\w-][\w.-]*")
-"""A task's name: the name of a folder, never a path."""
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
 """Maximum length of a command, in bytes; the kernel refuses an argument of 128 KiB."""
@@ -71,8 +72,8 @@ class SweEnv(BaseTextEnv):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
-        "session": text("local", "local or package.module:Class, see `Session`"),
-        "session_options": mapping("what the session is made with; of local, limits of its sandbox"),
+        "session": text("local", "local, a container runtime such as podman, or package.module:Class"),
+        "session_options": mapping("limits of the sandbox of local; options of the container; of the class"),
         "protected": texts(PROTECTED, "files that are as the task says when the tests run"),
         "proof": choice("auto", "canaries", "exit", doc="what shows that the tests passed: see docs/swe.md"),
         "checks": whole(2, "runs with the tests as they are, and as many with a wrong assertion", low=1, high=100),
@@ -101,30 +102,27 @@ class SweEnv(BaseTextEnv):
         self.task = Path(self.options["tasks"]) / name
         for part in ("repo", "hidden"):
             refuse_outside_link(self.task / part, self.task.parent)
-        self.session = self._new_session()
-
-    def _new_session(self) -> Session:
-        return _session(self.options["session"])(self.task, self.options["session_options"])
+        self.sessions = sessions.Sessions(self.options)
+        self.session = self.sessions.new(self.task, tracked=True)
+        self._is_closed = False
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for an unknown session class, and for limits of the local sandbox out of range."""
-        if _session(options["session"]) is LocalSession:
-            Sandbox.from_options(options["session_options"], BOX)
+        """Raises UserError for an unknown kind of session, and for wrong options of the session."""
+        sessions.check_session(options)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Checks the folder of tasks, and for local sessions the machine's confinement.
+        """Checks the folder of tasks, and this machine's container runtime, or confinement of local sessions.
 
         Raises:
-            UserError: The folder is missing, or the machine lacks a confinement.
+            UserError: The folder is missing, the runtime does not work, or the machine lacks a confinement.
         """
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
             raise UserError(
                 "allowed: the folder of the tasks", key="environment.options.swe.tasks", value=options["tasks"]
             )
-        if _session(options["session"]) is LocalSession:
-            Sandbox.from_options(options["session_options"], BOX).check(BOX)
+        sessions.check_machine(options)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
@@ -140,9 +138,12 @@ class SweEnv(BaseTextEnv):
         folder = options["tasks"]
         if not isinstance(name, str) or not NAME.fullmatch(name):
             return f"column extra_info.task = {shown(name)}: allowed is the name of a task's folder"
-        local = _session(options["session"]) is LocalSession  # other sessions may not need repo/ here
-        if local and not Path(folder, name, "repo").is_dir():
-            return f"column extra_info.task = {name}: {folder} has no {name}/repo; make it, or leave the row out"
+        try:
+            wrong = sessions.wrong_task(read_task(Path(folder, name)), options)
+        except UserError as error:
+            return f"column extra_info.task = {name}: {error}"
+        if wrong:
+            return f"column extra_info.task = {name}: {wrong}"
         try:
             required_tests(info)
         except UserError as error:
@@ -174,7 +175,7 @@ class SweEnv(BaseTextEnv):
             InfrastructureFault: The sandbox cannot start a command.
         """
         self.turns += 1
-        deadline = time.monotonic() + self.longest_step_s(self.options)
+        deadline = working_clock() + self.longest_step_s(self.options)
         tag, submit = first_tag(action, "bash"), SUBMIT.search(action)
         done = submit is not None and (tag is None or submit.start() < tag.start)
         command = tag.text if tag is not None and not done else None
@@ -192,12 +193,16 @@ class SweEnv(BaseTextEnv):
 
     def out_of_time(self) -> BaseTextEnvStepOutput:
         """Judges the work done so far by the tests, as after `<submit/>`."""
-        return self._judge({"command": None}, time.monotonic() + self.longest_step_s(self.options))
+        return self._judge({"command": None}, working_clock() + self.longest_step_s(self.options))
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
-        judge = Judge(self.task, str(self.ground_truth), self.names, self.options, self._new_session)
+        judge = Judge(
+            self.task, str(self.ground_truth), self.names, self.options, partial(self.sessions.new, self.task)
+        )
         try:
-            verdict = judge.verdict(self.session.changes(float(self.options["command_timeout_s"])), deadline)
+            changes = self.session.changes(float(self.options["command_timeout_s"]))
+            self._close_session()  # the judge's containers take the place of the policy's
+            verdict = judge.verdict(changes, deadline)
         except UnfitError as error:
             verdict = TestVerdict(CommandResult("failed", None, ""), str(error))
         metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.reason, "canaries": verdict.canaries}
@@ -205,8 +210,16 @@ class SweEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
 
     def close(self) -> None:
-        """Closes the session, which removes the copy of the repository."""
-        self.session.close(float(self.options["command_timeout_s"]))
+        """Closes the session, unless judging has closed it, and gives the place of the trajectory's containers back."""
+        try:
+            self._close_session()
+        finally:
+            self.sessions.close()
+
+    def _close_session(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.session.close(float(self.options["command_timeout_s"]))
 
 
 def unfit(command: str) -> CommandResult | None:
@@ -225,25 +238,3 @@ def _report(ran: CommandResult, limit: int) -> str:
         output = f"{output[: limit // 2]}\n… {len(output) - limit} characters left out …\n{output[-(limit // 2) :]}"
     ending = f"exit code {ran.exit}" if ran.status in ("ok", "failed") else ran.status
     return f"<output>\n{output}\n</output>\n({ending})"
-
-
-def _session(path: str) -> type[Session]:
-    if path == "local":
-        return LocalSession
-    module, _, name = path.partition(":")
-    try:
-        cls: type[Session] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"{error}; allowed: local, package.module:Class", key="environment.options.swe.session", value=path
-        ) from error
-    missing = [
-        method for method in ("open", "run", "changes", "write", "close") if not callable(getattr(cls, method, None))
-    ]
-    if missing:
-        raise UserError(
-            f"the class has no method {missing[0]}; allowed: a class as skyrl_mega.envs.swe.session.Session",
-            key="environment.options.swe.session",
-            value=path,
-        )
-    return cls

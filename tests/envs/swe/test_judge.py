@@ -13,8 +13,9 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.swe.canaries import TestSource, canary_candidates, with_edit
-from skyrl_mega.envs.swe.judge import required_tests, started_files
+from skyrl_mega.envs.swe.examination import started_files
 from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
+from skyrl_mega.envs.swe.task import required_tests
 from tests.envs.swe.played import PYTEST, UNITTEST, played, written
 
 RIGHT = {"shop.py": "def total(n): return n * n\n"}

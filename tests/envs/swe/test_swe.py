@@ -71,13 +71,13 @@ def test_a_repository_is_mended_over_several_turns(tasks: Path) -> None:
     assert "FAIL" in ran(env, COMMAND) and "count + price" in ran(env, "grep -n price shop/cart.py")
     assert "(exit code 0)" in ran(env, "sed -i 's/count + price/count * price/' shop/cart.py")
     assert "OK" in ran(env, COMMAND)
-    output = env.step("It works. <submit/>")
-    assert (output["reward"], output["done"]) == (1.0, True) and output["metadata"]["tests"] == "ok"
     session: Any = env.session
     folder = session.folder
     assert folder.is_dir()
+    output = env.step("It works. <submit/>")
+    assert (output["reward"], output["done"]) == (1.0, True) and output["metadata"]["tests"] == "ok"
+    assert not folder.exists(), "the session is closed before judging"
     env.close()
-    assert not folder.exists()
     assert "count + price" in (tasks / "cart" / "repo" / "shop" / "cart.py").read_text()
 
 
@@ -248,7 +248,7 @@ def test_a_session_of_ones_own(tasks: Path) -> None:
     env.close()
     first_call = "write tests/__init__.py tests/test_cart.py"
     run = ["cart small", "open", "write a.py", first_call, f"{COMMAND} 9", "close"]
-    assert Remote.log == ["cart small", "open", "make 20", *run, "close"]
+    assert Remote.log == ["cart small", "open", "make 20", "close", *run]
     for wrong in ("nowhere", "os:Absent", "os:path", "no_such_module:X"):
         with pytest.raises(UserError, match=r"environment\.options\.swe\.session = "):
             game(tasks, session=wrong)

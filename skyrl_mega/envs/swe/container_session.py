@@ -1,0 +1,210 @@
+"""Session in a container: the repository of the image, or the task's repository copied into the container."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers import files
+from skyrl_mega.envs.containers.runtime import Container
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.options import Option, number, text, whole
+from skyrl_mega.envs.swe.session import BOX, CommandResult, File, Files, UnfitError, entries
+from skyrl_mega.envs.swe.task import Task, read_task
+from skyrl_mega.envs.waiting import waiting
+
+GRACE_S = 30.0
+"""Seconds for ending the processes of a command."""
+SESSION_OPTIONS: Mapping[str, Option] = {
+    "image": text(None, "image of tasks that name none"),
+    "start_timeout_s": number(300.0, "for each part of a start, without the pull of the image", above=0, high=86400),
+    "prelude": text(None, "shell commands before every command, instead of the task's own"),
+    "files_mib": whole(64, "size of all changed files of a trajectory", low=1, high=4096),
+    "output_kib": whole(16384, "output of a command; more ends the command", low=1, high=2**20),
+}
+"""Options of a session in a container, in addition to the runtime's."""
+PROBE = 'cd -- "$1" && command -v tar find xargs head >/dev/null && { command -v bash || command -v sh; }'
+"""Script that prints the path of the shell."""
+
+
+class ContainerLost(InfrastructureFault):
+    """The container of a session ended while a command was running."""
+
+
+class Starter(Protocol):
+    """Source of containers, such as the place of a trajectory in a pool."""
+
+    def start(self, image: str, timeout_s: float) -> Container:
+        """Starts a container of an image, and returns it once commands can run."""
+
+
+class ContainerSession:
+    """Session in a container of its own; implements `Session`.
+
+    Args:
+        task: Folder of the task.
+        options: Options of the session, checked and complete.
+        starter: Starts the container.
+        tracked: True for a session whose changes are read: the policy's.
+    """
+
+    def __init__(self, task: Path, options: Mapping[str, Any], starter: Starter, *, tracked: bool = True) -> None:
+        self.task: Task = read_task(task)
+        self.options, self._starter, self._tracked = options, starter, tracked
+        self._container: Container | None = None
+        self._shell = "sh"
+        self._originals: dict[str, files.Entry] = {}
+
+    @property
+    def container(self) -> Container:
+        """The open container.
+
+        Raises:
+            RuntimeError: The session is not open.
+        """
+        if self._container is None:
+            raise RuntimeError("the session is not open")
+        return self._container
+
+    @property
+    def folder(self) -> str:
+        """Folder of the repository in the container."""
+        return self.task.folder
+
+    def open(self, timeout_s: float) -> None:
+        """Starts the container, copies the repository of a task without a repository in the image, and runs the task's
+        `setup`.
+
+        A tracked session then removes the hidden files, runs the task's `prepare`, and lists the files. `timeout_s` is
+        not used: `start_timeout_s` limits each part, and counts as waiting.
+
+        Raises:
+            UserError: No image is named, or the image lacks the folder, `sh` or GNU's `find`, `xargs` and `tar`.
+            InfrastructureFault: The container does not start in time.
+        """
+        image, limit_s = image_of(self.task, self.options), float(self.options["start_timeout_s"])
+        with waiting():
+            self._container = self._starter.start(image, limit_s)
+            try:
+                self._fill(image, limit_s)
+            except UnfitError as error:
+                raise InfrastructureFault(f"image {image}: {error}") from error
+
+    def _fill(self, image: str, limit_s: float) -> None:
+        if not self.task.in_image:
+            self._checked(["mkdir", "-p", "--", self.task.folder], image, limit_s)
+        self._shell = self._checked(["sh", "-c", PROBE, "sh", self.task.folder], image, limit_s).strip() or "sh"
+        if not self.task.in_image:
+            files.write(self.container, self.task.folder, _content(self.task.repo), limit_s)
+        if self.task.setup is not None:
+            self._checked([self._shell, "-c", self.task.setup], image, limit_s, self.task.folder)
+        if not self._tracked:
+            return
+        if self.task.hidden_paths:
+            removal = "rm -rf -- " + " ".join(shlex.quote(f"./{path}") for path in self.task.hidden_paths)
+            self._checked(["sh", "-c", removal], image, limit_s, self.task.folder)
+        if self.task.prepare is not None:
+            self._checked([self._shell, "-c", self.task.prepare], image, limit_s, self.task.folder)
+        self._originals = files.listing(self.container, self.task.folder, limit_s)
+
+    def _checked(self, argv: list[str], image: str, limit_s: float, folder: str | None = None) -> str:
+        """Runs a command that must succeed, and returns its standard output."""
+        ran = self.container.run(argv, limit_s, folder=folder)
+        if ran.status == "timeout":
+            raise InfrastructureFault(f"image {image}: {shlex.join(argv[:2])} took longer than {limit_s:g} s")
+        if ran.status != "ok":
+            last = ran.stderr.decode(errors="replace").strip()[-300:]
+            raise UserError(
+                f"image {image}: {shlex.join(argv)[:200]} failed in a new container ({last or ran.status})",
+                key=f"task {self.task.path.name}",
+                fix=f"give an image with sh, GNU find, xargs and tar, and the folder {self.task.folder}",
+            )
+        return ran.stdout.decode(errors="replace")
+
+    def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Runs a command by `bash -c`, or `sh -c` without bash, in the repository. A tracked session then ends all
+        processes.
+
+        Raises:
+            RuntimeError: The session is not open.
+            ContainerLost: The container ended.
+        """
+        prelude = self.options["prelude"] or self.task.prelude
+        script = command if prelude is None else f"{prelude}\n{command}"
+        limit = int(self.options["output_kib"]) * 1024
+        container = self.container
+        try:
+            ran = container.run([self._shell, "-c", script], timeout_s, folder=self.task.folder, limit=limit)
+            if self._tracked:  # other containers end with their command
+                container.end_processes(GRACE_S)
+        except InfrastructureFault as fault:
+            raise ContainerLost(str(fault)) from fault
+        return CommandResult(ran.status, ran.exit, (ran.stdout + ran.stderr).decode(errors="replace"))
+
+    def changes(self, timeout_s: float) -> Files:
+        """Returns the differences from the repository at the start of the session: path → file, None for a removed
+        file. `.git`, compiled Python files, empty folders, sockets and pipes are left out.
+
+        Raises:
+            UnfitError: The files cannot be read, or have more than `files_mib`.
+            InfrastructureFault: The container is lost.
+        """
+        now = files.listing(self.container, self.task.folder, timeout_s)
+        changed = {name: entry for name, entry in now.items() if self._originals.get(name) != entry}
+        content = files.read(self.container, self.task.folder, changed, timeout_s, self.options["files_mib"] << 20)
+        return {**dict.fromkeys(self._originals.keys() - now.keys()), **content}
+
+    def read_below(self, paths: tuple[str, ...], timeout_s: float) -> dict[str, File]:
+        """Returns the files and links at or below some paths of the repository.
+
+        Raises:
+            UnfitError: The files cannot be read, or have more than `files_mib`.
+        """
+        listed = files.listing(self.container, self.task.folder, timeout_s)
+        wanted = {name: entry for name, entry in listed.items() if any(f"{name}/".startswith(f"{p}/") for p in paths)}
+        return files.read(self.container, self.task.folder, wanted, timeout_s, self.options["files_mib"] << 20)
+
+    def write(self, files_: Files, timeout_s: float) -> None:
+        """Writes files into the repository, and removes paths with None; follows no links.
+
+        Raises:
+            UnfitError: The files cannot be written.
+            InfrastructureFault: The container is lost.
+        """
+        files.write(self.container, self.task.folder, files_, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Removes the container; may be called again. Counts as waiting."""
+        container, self._container = self._container, None
+        if container is not None:
+            with waiting():
+                container.remove(max(timeout_s, GRACE_S))
+
+
+def image_of(task: Task, options: Mapping[str, Any]) -> str:
+    """Returns the image of a task.
+
+    Raises:
+        UserError: Neither the task nor the options name an image.
+    """
+    image = task.image or options["image"]
+    if image is None:
+        raise UserError(
+            f"task {task.path.name} names no image", key=f"{BOX}.image", fix="name an image here or in task.json"
+        )
+    return str(image)
+
+
+def _content(top: Path) -> dict[str, File]:
+    """Returns the files and links of the task's repository."""
+    content = {}
+    for name, path, info in entries(top):
+        link = stat.S_ISLNK(info.st_mode)
+        data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
+        content[name] = File(data, stat.S_IMODE(info.st_mode), link)
+    return content
