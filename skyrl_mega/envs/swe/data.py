@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.atomic_output import refuse_file
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.common.safe_read import read_json
 from skyrl_mega.config.command import path_of
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.swe.judge import TEST_LISTS, refuse_outside_link, required_tests
+from skyrl_mega.envs.swe import published, validation
+from skyrl_mega.envs.swe.task import NAME, TEST_LISTS, Task, read_task, refuse_outside_link
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
     "back. When the work is done, write <submit/>; then the tests are run."
 )
 
-LARGEST = 2**24
-"""Maximum size of a task.json, in bytes."""
 BUGS: dict[str, tuple[str, str, str, str, str]] = {
     "mean": ("mean of a list", "numbers", "sum(numbers) / (len(numbers) - 1)", "[2, 4, 9]", "5.0"),
     "spread": ("largest minus the smallest", "numbers", "max(numbers) + min(numbers)", "[3, 8]", "5"),
@@ -45,60 +42,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         type=path_of,
-        help="a folder of tasks, each with repo/, task.json (instruction, test: the command that must succeed, split: "
-        "train or test, FAIL_TO_PASS and PASS_TO_PASS: tests that must pass) and hidden/, files that appear only when "
-        "the tests run; without it, small ones are made in OUTPUT/tasks",
+        help="a folder of tasks (docs/swe.md); or published rows, a parquet or JSON file, or a data set's name on the "
+        "Hugging Face hub; without it, small tasks are made in OUTPUT/tasks",
     )
+    parser.add_argument(
+        "--env", default="swe", help="environment of the rows (default: swe); harness leaves out the system message"
+    )
+    published.add_arguments(parser)
+    validation.add_arguments(parser)
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows; a file without tasks is left out.
 
-    Without `--source`, first writes small tasks to `<output>/tasks`. Each task's `split` decides the file.
+    Without a folder of tasks as `--source`, first writes the tasks to `<output>/tasks`. Each task's `split` decides the
+    file.
 
     Raises:
         UserError: `--source` has no tasks, a task.json is invalid, or a file in `<output>/tasks` has other content.
     """
-    folder = args.source
-    if folder is None:
-        folder = args.output / "tasks"
+    folder = args.output / "tasks"
+    if args.source is None:
         for name in BUGS:
             _make(folder / name, name)
-    tasks = [_task(file) for file in sorted(folder.glob("*/task.json"))]
+    elif args.source.is_dir():
+        folder = args.source
+    else:
+        published.write_tasks(args, folder)
+    tasks = [_checked(file.parent) for file in sorted(folder.glob("*/task.json"))]
     if not tasks:
         raise UserError("the folder contains no task, that is, no */task.json", key="--source", value=folder)
-    splits = {split: [task for task in tasks if task["split"] == split] for split in ("train", "test")}
-    return {f"{split}.parquet": _rows(split_tasks) for split, split_tasks in splits.items() if split_tasks}
+    images = {task.image for task in tasks if task.image is not None}
+    print(f"{folder}: {len(tasks)} tasks, {len(images)} images", file=sys.stderr)
+    if args.validate is not None:
+        tasks = validation.valid_tasks(tasks, args)
+    splits = {split: [task for task in tasks if task.split == split] for split in ("train", "test")}
+    return {f"{split}.parquet": _rows(split_tasks, args.env) for split, split_tasks in splits.items() if split_tasks}
 
 
-def _task(file: Path) -> dict[str, Any]:
-    spec = read_json(file, "give a task's instruction and test", most=LARGEST)
-    task = {"split": "train", **spec, "name": file.parent.name}
-    for key in ("instruction", "test"):
-        if not isinstance(task.get(key), str) or not task[key].strip():
-            raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
-    for key in TEST_LISTS:
-        try:
-            task[key] = required_tests({key: task.get(key, [])})
-        except UserError as error:
-            raise UserError(f"{file}, key {error}") from error
-    if task["split"] not in ("train", "test"):
-        raise UserError(f"{file}, key split: {task['split']!r}; allowed: train, test")
-    if not (file.parent / "repo").is_dir():
-        raise UserError("the task has no folder repo/", key=file.parent)
-    for part in ("repo", "hidden"):
-        refuse_outside_link(file.parent / part, file.parent.parent)
+def _checked(folder: Path) -> Task:
+    task = read_task(folder)
+    if not NAME.fullmatch(folder.name):
+        raise UserError("allowed: letters, digits, ., _ and -", key="the name of a task's folder", value=folder.name)
+    if task.image is None and not task.repo.is_dir():
+        raise UserError("the task has no folder repo/, and names no image", key=folder)
+    for part in ("repo", "hidden", *filter(None, [task.test_patch])):
+        refuse_outside_link(folder / part, folder.parent)
+    if task.test_patch is not None and not (folder / task.test_patch).is_file():
+        raise UserError("the task's test_patch does not exist", key=folder / task.test_patch)
     return task
 
 
-def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(tasks: list[Task], env: str) -> Iterator[dict[str, Any]]:
+    system = [{"role": "system", "content": SYSTEM}] if env == "swe" else []
     for task in tasks:
         yield row(
-            data_source="swe",
-            prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}],
-            env_class="swe",
-            ground_truth=task["test"],
-            extra_info={"split": task["split"], "task": task["name"], **{key: task[key] for key in TEST_LISTS}},
+            data_source=task.data_source,
+            prompt=[*system, {"role": "user", "content": task.instruction}],
+            env_class=env,
+            ground_truth=task.test,
+            extra_info={"split": task.split, "task": task.path.name, **{key: task.tests[key] for key in TEST_LISTS}},
         )
 
 
@@ -121,19 +124,11 @@ def _make(folder: Path, name: str) -> None:
         "test": "python -m unittest discover -s tests -t .",
         "split": "test" if name in HELD_OUT else "train",
     }
-    for path, text in (
-        ("repo/tools.py", body),
-        ("repo/README.md", "# Small tools\n\nTests: `python -m unittest discover -s tests -t .`\n"),
-        ("repo/tests/__init__.py", ""),
-        (f"hidden/tests/test_{name}.py", test),
-        ("task.json", json.dumps(task, indent=2) + "\n"),
-    ):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        data = text.encode()
-        refuse_file(folder / path, "--output", partial(_holds, data))
-        (folder / path).write_bytes(data)
-
-
-def _holds(data: bytes, file: Path) -> bool:
-    """Returns True if the file consists of exactly these bytes."""
-    return file.read_bytes() == data
+    files = {
+        "repo/tools.py": body,
+        "repo/README.md": "# Small tools\n\nTests: `python -m unittest discover -s tests -t .`\n",
+        "repo/tests/__init__.py": "",
+        f"hidden/tests/test_{name}.py": test,
+        "task.json": json.dumps(task, indent=2) + "\n",
+    }
+    published.write_files(folder, files)

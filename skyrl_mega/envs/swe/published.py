@@ -1,0 +1,246 @@
+"""Tasks from published data sets: SWE-bench, SWE-Gym, SWE-rebench and R2E-Gym, whose repositories are in images."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cluster.atomic_output import refuse_file
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import records
+from skyrl_mega.config.command import MOST, integer
+from skyrl_mega.envs.swe import test_commands
+from skyrl_mega.envs.swe.task import IMAGE_FOLDER, NAME, TEST_LISTS, required_tests
+
+IMAGES = {
+    "swe-bench": "docker.io/swebench/sweb.eval.x86_64.{id_1776}:latest",
+    "swe-gym": "docker.io/xingyaoww/sweb.eval.x86_64.{id_s}:latest",
+    "swe-rebench": "docker.io/swerebench/sweb.eval.x86_64.{id_1776}:latest",
+    "r2e": "docker.io/{docker_image}",
+}
+"""Form of the rows → names of images, as published."""
+ACTIVATE = ". /opt/miniconda3/bin/activate testbed"
+"""Prelude of images with conda's environment `testbed`."""
+FORGET_FUTURE = (
+    "git remote | xargs -r -n 1 git remote remove; git tag | xargs -r git tag -d >/dev/null; "
+    "git for-each-ref --format='%(refname)' refs/remotes refs/stash | xargs -r -n 1 git update-ref -d; "
+    "git reflog expire --expire=now --all; rm -f .git/FETCH_HEAD .git/ORIG_HEAD .git/packed-refs.lock; true"
+)
+"""Command that removes the names of later commits from a repository's history."""
+R2E_SETUP = "[ ! -d /r2e_tests ] || { rm -rf r2e_tests; mv /r2e_tests r2e_tests; }"
+INSTRUCTION = """\
+The repository in {folder} has a problem, described below. Change the code so that the problem is solved.
+
+<problem>
+{statement}
+</problem>
+
+Hidden tests judge your work: they check the described behaviour, and that everything else still works. Changes to \
+test files are ignored. The repository is installed; there is no network."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for published rows."""
+    parser.add_argument("--form", choices=sorted(IMAGES), help="form of published rows (default: by their columns)")
+    parser.add_argument("--hub-split", default="test", help="split of a data set on the hub (default: %(default)s)")
+    parser.add_argument(
+        "--split", choices=("train", "test"), help="file for the rows: train or test (default: test for SWE-bench)"
+    )
+    parser.add_argument("--data-source", help="data_source of the rows (default: the data set's name, or its form)")
+    parser.add_argument(
+        "--image-format",
+        help="names of the images, with {id}, {id_1776}, {id_s} and columns (default: as published), such as "
+        "registry:5000/sweb.eval.x86_64.{id_1776}",
+    )
+    parser.add_argument("--swebench-python", help="interpreter with the package swebench, for its test commands")
+    parser.add_argument("--limit", type=integer(1, MOST), help="tasks at most")
+
+
+def write_tasks(args: argparse.Namespace, folder: Path) -> None:
+    """Writes a task below `folder` for every row that can be judged; prints the number and reasons of the other rows.
+
+    Raises:
+        UserError: The rows cannot be read or have an unknown form, or a file was changed since an earlier call.
+    """
+    rows = list(_rows_of(args))
+    if not rows:
+        raise UserError("there are no rows", key="--source", value=args.source)
+    form = args.form or _form_of(rows[0])
+    commands = test_commands.commands_of(form, rows, args.swebench_python)
+    left_out: Counter[str] = Counter()
+    written = 0
+    for row, command in zip(rows, commands, strict=True):
+        if args.limit is not None and written == args.limit:
+            break
+        try:
+            name, files = _task_files(row, form, command, args)
+        except ValueError as error:
+            left_out[str(error)] += 1
+            continue
+        write_files(folder / name, files)
+        written += 1
+    for reason, count in left_out.most_common():
+        print(f"{args.source}: {count} of {len(rows)} rows left out: {reason}", file=sys.stderr)
+    if not written:
+        raise UserError("no row can be judged", key="--source", value=args.source)
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes files below a folder; a file with other content is refused.
+
+    Raises:
+        UserError: A file exists with other content.
+    """
+    for path, text in files.items():
+        data = text.encode()
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        refuse_file(folder / path, "--output", partial(_holds, data))
+        (folder / path).write_bytes(data)
+
+
+def _rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    files: Iterable[Path] = [args.source]
+    if not args.source.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(args.source)):
+        files = _from_hub(str(args.source), args.hub_split)
+    for file in files:
+        for row in records(file):
+            if not isinstance(row, dict):
+                raise UserError("a row is no object", key=file)
+            yield row
+
+
+def _from_hub(name: str, split: str) -> list[Path]:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        names = [n for n in HfApi().list_repo_files(name, repo_type="dataset") if n.endswith(".parquet")]
+        chosen = [n for n in names if re.match(rf"(.*/)?{re.escape(split)}[-.]", n)]
+        if not chosen:
+            raise UserError(
+                f"{name} has no file of the split; it has {', '.join(names)}", key="--hub-split", value=split
+            )
+        return [Path(hf_hub_download(name, file, repo_type="dataset")) for file in chosen]
+    except UserError:
+        raise
+    except Exception as error:  # the client raises many types for an unreachable hub
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise UserError(
+            f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {reason})",
+            fix="download the data set, and give its parquet file with --source",
+        ) from error
+
+
+def _source_of(source: Path, form: str) -> str:
+    """Returns the name of the data set: of a file on disk only if it looks like the name of such a data set."""
+    name = source.stem if source.suffix in (".parquet", ".json", ".jsonl") else source.name
+    return name if re.search("swe|r2e", name, re.IGNORECASE) else form
+
+
+def _form_of(row: Mapping[str, Any]) -> str:
+    """Returns the form of rows by the columns and the repository of a row."""
+    if "expected_output_json" in row:
+        return "r2e"
+    if "install_config" in row:
+        return "swe-rebench"
+    if {"instance_id", "repo", "test_patch", *TEST_LISTS} <= row.keys():
+        if row["repo"] in test_commands.SWE_BENCH:
+            return "swe-bench"
+        if row["repo"] in test_commands.SWE_GYM:
+            return "swe-gym"
+    raise UserError("the form is not clear from the columns", key="--form", fix=f"give one of {', '.join(IMAGES)}")
+
+
+def _task_files(
+    row: Mapping[str, Any], form: str, command: str | None, args: argparse.Namespace
+) -> tuple[str, dict[str, str]]:
+    """Returns name and files of a task.
+
+    Raises:
+        ValueError: The row cannot be judged; the message is the reason.
+    """
+    if command is None:
+        raise ValueError("no test command is known for the repository")
+    is_r2e = form == "r2e"
+    name = f"{row['repo_name']}-{row['commit_hash'][:12]}" if is_r2e else str(row.get("instance_id"))
+    if not NAME.fullmatch(name):
+        raise ValueError("the row has no instance_id that can name a folder")
+    statement = row.get("problem_statement")
+    if not isinstance(statement, str) or not statement.strip():
+        raise ValueError("there is no problem_statement")
+    tests = _expected_tests(row) if is_r2e else {key: _names(row, key) for key in TEST_LISTS}
+    if not any(tests.values()) or not (is_r2e or tests["FAIL_TO_PASS"]):
+        raise ValueError("no test needs to pass")
+    task: dict[str, Any] = {
+        "instruction": INSTRUCTION.format(folder=IMAGE_FOLDER, statement=statement.strip()),
+        "test": command,
+        "data_source": args.data_source or _source_of(args.source, form),
+        "split": args.split or ("test" if form == "swe-bench" else "train"),
+        "image": _image(row, name, args.image_format or IMAGES[form]),
+        "folder": IMAGE_FOLDER,
+        "report": "r2e" if is_r2e else test_commands.report_of(row["repo"]),
+        "prepare": FORGET_FUTURE,
+        **tests,
+    }
+    files = {}
+    if is_r2e:
+        task |= {"setup": R2E_SETUP, "hidden_paths": ["r2e_tests", "run_tests.sh"]}
+    else:
+        task |= {"prelude": ACTIVATE, "test_patch": "test.patch"}
+        for file, column in (("test.patch", "test_patch"), ("solution.patch", "patch")):
+            if not isinstance(row.get(column), str) or not row[column].strip():
+                raise ValueError(f"there is no {column}")
+            files[file] = row[column]
+        work = set(changed_paths(row["patch"])) - set(changed_paths(row["test_patch"]))
+        task["work_files"] = sorted(work)
+    return name, {**files, "task.json": json.dumps(task, indent=1, ensure_ascii=False) + "\n"}
+
+
+def changed_paths(patch: str) -> list[str]:
+    """Returns the paths that a patch in git's format changes or creates."""
+    return [path for path in re.findall(r"^\+\+\+ b/(.+?)\t?$", patch, re.MULTILINE) if ".." not in path.split("/")]
+
+
+def _image(row: Mapping[str, Any], name: str, image_format: str) -> str:
+    fields = {key: value for key, value in row.items() if isinstance(value, str)}
+    published = row.get("docker_image") or row.get("image_name")
+    if isinstance(published, str) and published and image_format in IMAGES.values():
+        return published if published.count("/") > 1 else f"docker.io/{published}"
+    forms = {"id": name, "id_1776": name.replace("__", "_1776_"), "id_s": name.replace("__", "_s_")}
+    try:
+        return image_format.format(**fields | {key: form.lower() for key, form in forms.items()})
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{error}; allowed: {{id}}, {{id_1776}}, {{id_s}} and columns of the rows",
+            key="--image-format",
+            value=image_format,
+        ) from error
+
+
+def _names(row: Mapping[str, Any], key: str) -> list[str]:
+    try:
+        return required_tests({key: row.get(key)})
+    except UserError as error:
+        raise ValueError(f"{key} is no list of names") from error
+
+
+def _expected_tests(row: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the tests that pass with R2E's solution, as `FAIL_TO_PASS`: which of them failed before is not
+    published."""
+    try:
+        expected = json.loads(row["expected_output_json"])
+        passing = sorted(name for name, result in expected.items() if result == "PASSED" and name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError("expected_output_json is no mapping of tests") from error
+    return {"FAIL_TO_PASS": passing, "PASS_TO_PASS": []}
+
+
+def _holds(data: bytes, file: Path) -> bool:
+    """Returns True if the file consists of exactly these bytes."""
+    return file.read_bytes() == data

@@ -1,0 +1,186 @@
+"""Tasks from rows in the published forms, written by hand after the data sets' schemas."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.data.prepare import prepare
+from skyrl_mega.envs.containers.registry import RUNTIMES
+from skyrl_mega.envs.swe.published import changed_paths
+from skyrl_mega.envs.swe.task import read_task
+from tests.envs.swe.folder_runtime import PATH
+from tests.envs.swe.toys import RIGHT, TOYS, code, write_toys
+from tests.support.containers import IMAGE
+
+PATCH = "diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-a\n+b\n"
+
+
+def row_of(repo: str, number: int = 1, **changes: Any) -> dict[str, Any]:
+    name = repo.replace("/", "__")
+    return {
+        "repo": repo,
+        "instance_id": f"{name}-{number}",
+        "base_commit": "abc",
+        "patch": PATCH.format(path="src/a.py"),
+        "test_patch": PATCH.format(path="tests/test_a.py"),
+        "problem_statement": "It is wrong.",
+        "version": "1.0",
+        "FAIL_TO_PASS": '["tests/test_a.py::test_one"]',
+        "PASS_TO_PASS": '["tests/test_a.py::test_two", "tests/test_b.py::test_three"]',
+        **changes,
+    }
+
+
+def written(folder: Path, rows: list[dict[str, Any]], more: str = "") -> Path:
+    """Runs the command on rows and returns the folder of the tasks."""
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    prepare(f"swe --output {folder / 'out'} --source {folder / 'rows.parquet'} {more}")
+    return folder / "out" / "tasks"
+
+
+def test_rows_of_swe_bench(tmp_path: Path) -> None:
+    django = row_of(
+        "django/django",
+        test_patch=PATCH.format(path="tests/a/test_b.py") + PATCH.format(path="tests/a/data.json"),
+        patch=PATCH.format(path="django/test/runner.py"),
+        FAIL_TO_PASS='["test_one (a.test_b.T)"]',
+        PASS_TO_PASS="[]",
+    )
+    sympy = row_of("sympy/sympy", FAIL_TO_PASS='["test_one"]', PASS_TO_PASS="[]")
+    tasks = written(tmp_path, [row_of("psf/requests", 7), django, sympy])
+    task = read_task(tasks / "psf__requests-7")
+    assert task.image == "docker.io/swebench/sweb.eval.x86_64.psf_1776_requests-7:latest"
+    assert task.test.endswith("python -m pytest -rA --color=no -p no:cacheprovider tests/test_a.py tests/test_b.py")
+    assert (task.report, task.folder, task.split, task.in_image) == ("pytest", "/testbed", "test", True)
+    assert task.prelude == ". /opt/miniconda3/bin/activate testbed" and task.work_files == ("src/a.py",)
+    assert "It is wrong." in task.instruction and "/testbed" in task.instruction
+    assert (tasks / "psf__requests-7" / "test.patch").read_text() == row_of("psf/requests")["test_patch"]
+    task = read_task(tasks / "django__django-1")
+    assert task.report == "django" and task.test.endswith("--settings=test_sqlite --parallel 1 a.test_b")
+    assert task.work_files == ("django/test/runner.py",)  # `protected` matches it, and the solution changes it
+    assert read_task(tasks / "sympy__sympy-1").test == "bin/test -C --verbose tests/test_a.py"
+    [row] = [
+        r for r in pq.read_table(tmp_path / "out" / "test.parquet").to_pylist() if "psf" in r["extra_info"]["task"]
+    ]
+    assert row["data_source"] == "swe-bench" and len(row["extra_info"]["PASS_TO_PASS"]) == 2
+    assert "<submit/>" in row["prompt"][0]["content"] and row["reward_spec"]["ground_truth"].endswith("test_b.py")
+
+
+def test_rows_of_the_other_sets(tmp_path: Path) -> None:
+    names = ["tests/test_a.py::test_one"]
+    gym = row_of("getmoto/moto", FAIL_TO_PASS=names, PASS_TO_PASS=[])
+    rebench = row_of(
+        "a/b",
+        docker_image="swerebench/x:1",
+        install_config={"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest"},
+    )
+    r2e = {
+        "repo_name": "orange3",
+        "docker_image": "namanjain12/orange3_final:abc",
+        "commit_hash": "0123456789abcdef",
+        "problem_statement": "It is wrong.",
+        "expected_output_json": '{"T.test_a": "PASSED", "T.test_b": "FAILED"}',
+    }
+    for number, (row, name, image, command) in enumerate(
+        [
+            (gym, "getmoto__moto-1", "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-1:latest", "tests/test_a.py"),
+            (rebench, "a__b-1", "docker.io/swerebench/x:1", "pytest -rA tests/test_a.py tests/test_b.py"),
+            (r2e, "orange3-0123456789ab", "docker.io/namanjain12/orange3_final:abc", "bash run_tests.sh"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        task = read_task(written(folder, [row], "--env harness") / name)
+        assert task.image == image and task.test.endswith(command) and task.split == "train"
+        [made] = pq.read_table(folder / "out" / "train.parquet").to_pylist()
+        assert made["env_class"] == "harness" and [m["role"] for m in made["prompt"]] == ["user"]
+    assert task.tests == {"FAIL_TO_PASS": ["T.test_a"], "PASS_TO_PASS": []}
+    assert task.hidden_paths == ("r2e_tests", "run_tests.sh") and task.report == "r2e"
+
+
+def test_rows_that_cannot_be_judged_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row_of("psf/requests", 1),
+        row_of("psf/requests", 2, problem_statement=" "),
+        row_of("psf/requests", 3, FAIL_TO_PASS="[]"),
+        row_of("psf/requests", 4, FAIL_TO_PASS="no list"),
+        row_of("psf/requests", 5, patch=""),
+        row_of("psf/requests", 6, instance_id="../x"),
+        row_of("nobody/knows", 7),
+    ]
+    tasks = written(tmp_path, rows, "--form swe-bench --image-format my:5000/{id_1776}")
+    assert [folder.name for folder in tasks.iterdir()] == ["psf__requests-1"]
+    assert read_task(tasks / "psf__requests-1").image == "my:5000/psf_1776_requests-1"
+    said = capsys.readouterr().err
+    for reason in ("no problem_statement", "no test needs to pass", "no list of names", "no patch", "instance_id"):
+        assert "1 of 7 rows left out: " in said and reason in said, said
+    assert "no test command is known for the repository" in said and "1 tasks, 1 images" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "refusal"),
+    [
+        ([{"a": 1}], "", "--form: the form is not clear from the columns"),
+        ([row_of("nobody/knows")], "", "--form: the form is not clear from the columns"),
+        ([row_of("nobody/knows")], "--form swe-bench", "no row can be judged"),
+        ([row_of("psf/requests")], "--image-format {nothing}", "--image-format {nothing}: 'nothing'; allowed"),
+        ([row_of("psf/requests")], f"--swebench-python {sys.executable}", "gives no test commands"),
+        ([row_of("psf/requests")], "--validate nowhere", "nowhere"),
+        ([row_of("psf/requests")], "--validate local", "needs a container"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, rows: list[dict[str, Any]], more: str, refusal: str) -> None:
+    with pytest.raises(UserError) as error:
+        written(tmp_path, rows, more)
+    assert refusal in str(error.value)
+
+
+def test_commands_of_the_package_swebench(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    spec = [["./tests/runtests.py --parallel 1", ["export A=1"]], None]
+    python.write_text(f"#!/bin/sh\ncat >/dev/null\necho noise\necho '{json.dumps(spec)}'\n")
+    python.chmod(0o755)
+    rows = [row_of("django/django", test_patch=PATCH.format(path="tests/a/test_b.py")), row_of("psf/requests")]
+    tasks = written(tmp_path, rows, f"--swebench-python {python}")
+    assert read_task(tasks / "django__django-1").test == "export A=1; ./tests/runtests.py --parallel 1 a.test_b"
+    assert not (tasks / "psf__requests-1").exists()
+
+
+def test_paths_changed_by_a_patch() -> None:
+    patch = PATCH.format(path="a b.py") + "--- a/gone.py\n+++ /dev/null\n" + "+++ b/../x\n" + PATCH.format(path="n.py")
+    assert changed_paths(patch) == ["a b.py", "n.py"]
+
+
+def test_tasks_are_validated_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(RUNTIMES, "folders", PATH)
+    toys = write_toys(tmp_path, ["spread", "last", "count", "smallest"])
+    repos = tmp_path / "images" / IMAGE / "repos"
+    for name, body in (("spread", RIGHT["spread"]), ("last", "0"), ("count", None)):
+        new = code(name, body) if body else "never the same\n"
+        old = code(name, TOYS[name][2]) if body else "what is not there\n"
+        lines = [*(f"-{line}" for line in old.splitlines()), *(f"+{line}" for line in new.splitlines())]
+        count = len(old.splitlines()), len(new.splitlines())
+        text = f"--- a/tools.py\n+++ b/tools.py\n@@ -1,{count[0]} +1,{count[1]} @@\n" + "\n".join(lines) + "\n"
+        (toys[name].tasks / name / "solution.patch").write_text(text)
+    (repos / "smallest" / "tools.py").write_text(code("smallest", RIGHT["smallest"]))
+    options = json.dumps({"root": str(tmp_path / "images")})
+    prepare(
+        f"swe --output {tmp_path / 'out'} --source {tmp_path / 'tasks'} --validate folders --jobs 2 "
+        f"--session-options '{options}'"
+    )
+    said = capsys.readouterr().err
+    assert "smallest: the tests pass without any work" in said and "spread: valid" in said
+    assert "last: solution.patch fails: failed" in said and "the patch does not apply" in said
+    assert "1 of 4 tasks are valid" in said
+    [row] = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert row["extra_info"]["task"] == "spread"
