@@ -22,6 +22,11 @@ class CommandOutput:
     stderr: bytes
     """Standard error, at most `limit` bytes."""
 
+    def last_line(self) -> str:
+        """Returns the last line of standard error, at most 500 characters; the status if there is none."""
+        lines = self.stderr.decode(errors="replace").strip().splitlines()
+        return lines[-1][-500:] if lines else self.status
+
 
 class Container(Protocol):
     """A running container. All methods raise InfrastructureFault if the container or the runtime is gone."""

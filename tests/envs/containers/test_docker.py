@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers import docker
-from skyrl_mega.envs.containers.docker import CommandLineContainer, Docker, Podman
+from skyrl_mega.envs.containers import docker_container
+from skyrl_mega.envs.containers.docker import Docker, Podman
+from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 from tests.support import fake_podman
 
 PROGRAM = str(Path(fake_podman.__file__))
+UNAVAILABLE = {"exit": 125, "stderr": "Error: fork: resource temporarily unavailable\n"}
 MISSING = "Error: OCI runtime attempted to invoke a command that was not found\n"
 
 
@@ -29,7 +31,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def container(tmp_path: Path, options: dict[str, Any]) -> CommandLineContainer:
     """Returns a running container, without the calls of a start."""
-    running = CommandLineContainer(Podman(options), "skyrl-mega-1")
+    running = CommandLineContainer(Podman(options).client, "skyrl-mega-1", 7200)
     (tmp_path / "containers").mkdir()
     (tmp_path / "containers" / running.name).write_text("true false 0")
     return running
@@ -85,20 +87,29 @@ def test_a_program_that_is_late_is_ended_inside(tmp_path: Path, container: Comma
     assert container.run(["cat", "/dev/zero"], 30, limit=1000).status == "output"
 
 
-@pytest.mark.parametrize("code", [1, 125, 126, 127, 137])
-def test_an_error_printed_by_the_program_is_its_own(container: CommandLineContainer, code: int) -> None:
+@pytest.mark.parametrize(("code", "restarts"), [(1, 0), (125, 1), (126, 0), (127, 0), (137, 0), (255, 1)])
+def test_an_error_printed_by_the_program_is_its_own(
+    tmp_path: Path, container: CommandLineContainer, code: int, restarts: int
+) -> None:
     ran = container.run(["sh", "-c", f"echo 'Error: no such container' >&2; exit {code}"], 30)
     assert (ran.status, ran.exit) == ("failed", code)
+    assert len(calls(tmp_path, "restart")) == restarts
 
 
-def test_a_client_that_cannot_start_programs_is_a_fault(tmp_path: Path, container: CommandLineContainer) -> None:
-    failing = {"exit": 126, "stderr": "Error: fork: resource temporarily unavailable\n"}
-    prepare(tmp_path, "exec", *[failing] * 3)  # the command, a trial, the end of processes: then the restart has helped
-    assert container.run(["true"], 30).exit == 126
+def test_a_command_runs_again_after_a_failure_of_the_client(tmp_path: Path, container: CommandLineContainer) -> None:
+    prepare(tmp_path, "exec", UNAVAILABLE)
+    assert container.run(["cat"], 30, stdin=b"in").stdout == b"in"
     assert len(calls(tmp_path, "restart")) == 1
-    prepare(tmp_path, "exec", *[failing] * 9)
+
+
+def test_a_container_that_cannot_be_restarted(tmp_path: Path, container: CommandLineContainer) -> None:
+    prepare(tmp_path, "exec", UNAVAILABLE, UNAVAILABLE)
+    prepare(tmp_path, "restart", UNAVAILABLE, UNAVAILABLE)
     with pytest.raises(InfrastructureFault, match="temporarily unavailable"):
         container.run(["true"], 30)
+    prepare(tmp_path, "container", {"exit": 0, "stdout": "true false 0"}, {"exit": 0, "stdout": "false false 137"})
+    assert container.run(["true"], 30).exit is None  # the policy removed `sh`, so process 1 does not start again
+    container.end_processes(30)
 
 
 def test_arguments_that_no_program_can_receive_fail_the_command(container: CommandLineContainer) -> None:
@@ -136,7 +147,7 @@ def test_a_kill_for_memory_that_the_client_did_not_notice_is_the_policys(
     tmp_path: Path, container: CommandLineContainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "containers" / container.name).write_text("false false 137")
-    monkeypatch.setattr(docker, "memory_kills", lambda: container._memory_kills + 1)
+    monkeypatch.setattr(docker_container, "memory_kills", lambda: container._memory_kills + 1)
     assert [container.run(["true"], 30).exit for _ in range(2)] == [None, None]
     assert b"too much memory" in container.run(["true"], 30).stderr
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.envs.containers.docker import CommandLineContainer, Podman
+from skyrl_mega.envs.containers.docker import Podman
+from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
 from tests.support.containers import IMAGE, podman, podman_options, remove_store
@@ -154,17 +155,18 @@ def test_a_container_ends_after_its_lifetime(options: dict[str, Any]) -> None:
 
 OWNER = """
 import json, os, sys, time
+from skyrl_mega.envs.containers import docker_container
 from skyrl_mega.envs.containers.docker import Podman
 runtime = Podman(json.loads(sys.argv[1]))
 if sys.argv[2] == "running":
     print(runtime.start("localhost/machine:1", 60).name, flush=True)
     time.sleep(600)
-command = runtime.command
-def told(words, *rest, **more):
-    if words[0] == "run":
-        print(next(word for word in words if word.startswith("--name=")).removeprefix("--name="), flush=True)
-    return command(words, *rest, **more)
-runtime.command = told
+run_program = docker_container.run_program
+def told(argv, *rest, **more):
+    if "run" in argv:
+        print(next(word for word in argv if word.startswith("--name=")).removeprefix("--name="), flush=True)
+    return run_program(argv, *rest, **more)
+docker_container.run_program = told
 runtime.start("localhost/machine:1", 60)
 time.sleep(600)
 """
