@@ -17,6 +17,7 @@ IMAGE = "localhost/machine:1"
 """Name of the image."""
 PROGRAMS = (
     "sh",
+    "mv",
     "sleep",
     "date",
     "cat",

@@ -84,7 +84,8 @@ def _report(pool: ContainerPool, image: str, chosen: argparse.Namespace) -> str 
         if chosen.command == "check":
             container = pool.runtime.start(image, COMMAND_S)
             try:
-                container.run(["sh", "-c", ":"], COMMAND_S)
+                if (ran := container.run(["sh", "-c", ":"], COMMAND_S)).status != "ok":
+                    return f"{image}: a command in the container fails: {ran.last_line()}"
             finally:
                 container.remove(COMMAND_S)
     except (InfrastructureFault, UserError) as error:

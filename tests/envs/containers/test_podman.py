@@ -145,6 +145,19 @@ def test_a_container_without_memory_is_the_policys_fault(options: dict[str, Any]
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("replacement", ["", "sleep", "cat"])
+def test_root_that_replaces_sh_fails_and_feigns_no_fault(options: dict[str, Any], replacement: str) -> None:
+    container = Podman(options).start(IMAGE, 60)
+    script = f"cat /bin/{replacement} > /new; chmod 755 /new" if replacement else ":"
+    assert shell(container, f"{script}; rm /bin/sh; test ! -e /new || mv /new /bin/sh").status in ("ok", "failed")
+    for _ in range(2):
+        assert container.run(["sh", "/nothing"], 30).status == "failed"
+    container.end_processes(60)
+    assert container.run(["ls", "/nothing"], 30).status == "failed"
+    container.remove(60)
+
+
+@pytest.mark.nightly
 def test_a_container_ends_after_its_lifetime(options: dict[str, Any]) -> None:
     container = Podman({**options, "lifetime_s": 10}).start(IMAGE, 60)
     time.sleep(11)
