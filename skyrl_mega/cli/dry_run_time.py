@@ -17,7 +17,7 @@ from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.host_memory import shares
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.planner.placement import nodes
-from skyrl_mega.planner.rates import Rate
+from skyrl_mega.planner.rates import ASSUMED, Rate
 from skyrl_mega.planner.run_time import Counts, Planned, RunTime, columns, error_bar
 from skyrl_mega.planner.times import mfu
 from skyrl_mega.planner.trajectories import Trajectories, sizes_of
@@ -83,6 +83,9 @@ def values(inputs: Inputs, args: argparse.Namespace | None) -> tuple[dict[str, f
         mean,
         inputs.rates,
         [each["short"], each["limit"]] if is_assumed else [],
+        environments=[mean.with_slower_environments(factor) for factor in (1 / ASSUMED, ASSUMED)]
+        if given.environment == workload.TIMES
+        else [],
         signal=config.algorithm.dynamic_sampling.enabled and given.signal == "assumed",
     )
     time: dict[str, Any] = {

@@ -96,8 +96,10 @@ def _lengths(trajectories: Values) -> str:
         source = "lengths are assumed (cluster.rates.length_share; give --tokens MEAN,SIGMA or --like RUN)"
     else:
         source = f"lengths are given by {trajectories['lengths']}"
-    seconds = f", {trajectories['environment_s']:,.1f} s of the environment" if trajectories["environment_s"] else ""
-    return f"{source}{seconds}"
+    if not trajectories["environment_s"]:
+        return source
+    seconds = f"{trajectories['environment_s']:,.1f} s of the environment by {trajectories['environment']}"
+    return f"{source}, {seconds}, {trajectories['turns']:.0f} turns"
 
 
 def _run(time: Values) -> list[str]:

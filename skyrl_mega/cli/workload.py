@@ -21,6 +21,12 @@ from skyrl_mega.simulation.rates import prompts_played
 from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workload
 
 OPTIONS = ("tokens", "environment", "turns", "like")
+NO_OPTIONS = argparse.Namespace(**dict.fromkeys(OPTIONS))
+"""Options of a command line without any of `OPTIONS`."""
+TIMES = "environment.times"
+"""Settings with the assumed seconds of environments."""
+SPREAD = 1.0
+"""Standard deviation of the logarithm of assumed lengths and of assumed seconds of environments."""
 LEAST_SIGNAL = 0.01
 """Lower bound for the share of groups with a signal in estimates; with 0, sampling would never end."""
 
@@ -34,7 +40,7 @@ class Described:
     lengths: str
     """`assumed`, or the option that gave the lengths."""
     environment: str | None
-    """The option that gave the seconds of environments; None: not counted."""
+    """The option or the settings that gave the seconds of environments; None: not counted."""
     signal: str
     """`assumed`, or the option that gave the share of groups with a signal."""
     turns: float | None = None
@@ -47,7 +53,7 @@ def first_option(args: argparse.Namespace | None) -> str | None:
 
 
 def described(config: Config, parallel: ParallelDims, args: argparse.Namespace | None) -> Described:
-    """Returns the trajectories of a dry run: as the options describe them, else assumed.
+    """Returns the trajectories of a dry run: as the options and `environment.times` describe them, else assumed.
 
     Args:
         config: The settings.
@@ -57,8 +63,9 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
     Raises:
         UserError: An option is wrong.
     """
-    usual = assumed(config, parallel)
-    if args is None or first_option(args) is None:
+    usual, times = assumed(config, parallel), config.environment.times
+    args = args or NO_OPTIONS
+    if first_option(args) is None and not times.given:
         return Described(usual, "assumed", None, "assumed")
     workload = workload_of(config, args)
     length = workload.length
@@ -70,7 +77,7 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
         signal = _signal_of(Path(args.like))
         trajectories = trajectories if signal is None else replace(trajectories, signal=signal)
         return Described(trajectories, "--like", "--like", "assumed" if signal is None else "--like", length.answers)
-    environment = None if args.environment is None else "--environment"
+    environment = "--environment" if args.environment is not None else TIMES if times.given else None
     if args.tokens is None:  # lengths stay as assumed, and the longest is at the limit
         capped = tuple((min(tokens, usual.longest), seconds) for tokens, seconds in trajectories.sample)
         trajectories = replace(usual, sample=(*capped, *usual.sample), environment_s=workload.environment_s)
@@ -121,8 +128,9 @@ def _sample(config: Config, workload: Workload) -> tuple[tuple[float, float], ..
 
 
 def workload_of(config: Config, args: argparse.Namespace) -> Workload:
-    """Returns the workload given by the options; by default single turns with log-normal lengths around
-    `cluster.rates.length_share`.
+    """Returns the workload given by the options; by default trajectories with log-normal lengths around
+    `cluster.rates.length_share`, and with the seconds of `environment.times`. The default is a single turn, or with
+    `environment.times` the share `cluster.rates.length_share` of `rollout.max_turns`.
 
     Args:
         config: The settings.
@@ -145,16 +153,20 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
         return Recorded.of_run(Path(args.like))
     parallel, _ = fit.parallel_of(config)
     sizes, most = batch(config, parallel), response_limit(config.rollout)
-    tokens = LogNormal(sizes.generated, 1.0)
+    tokens = LogNormal(sizes.generated, SPREAD)
     if args.tokens is not None:
         tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most, "rollout.max_response_tokens")
-    longest_s = config.rollout.env_timeout_s
-    environment_text = "0" if args.environment is None else args.environment
-    environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
-    turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
+    longest_s, times = config.rollout.env_timeout_s, config.environment.times
+    start, environment, end = (LogNormal(seconds, SPREAD) for seconds in (times.start_s, times.turn_s, times.end_s))
+    if args.environment is not None:
+        environment = LogNormal.parsed(args.environment, "--environment", 0, longest_s, "rollout.env_timeout_s")
+    most_turns = min(config.rollout.max_turns, most)
+    usual_turns = max(1, round(config.cluster.rates.length_share * most_turns)) if times.given else 1
+    turns = args.turns or usual_turns
     if turns > most_turns:
         limit = "max_turns" if most_turns == config.rollout.max_turns else "max_response_tokens"
         raise UserError(
             f"allowed is at most rollout.{limit} = {most_turns}", key="--turns", value=turns, fix="raise that too"
         )
-    return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
+    read = round(sizes.mean - sizes.generated)
+    return Synthetic(read, tokens, environment, turns, most, longest_s, start=start, end=end)

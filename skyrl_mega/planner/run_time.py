@@ -178,6 +178,8 @@ def error_bar(
     mean: Trajectories,
     rates: Sequence[Rate],
     lengths: Sequence[Trajectories] = (),
+    *,
+    environments: Sequence[Trajectories] = (),
     signal: bool = False,
 ) -> ErrorBar:
     """Estimates the uncertainty of a run's seconds: moves each uncertain input alone to both ends of its interval, and
@@ -190,12 +192,16 @@ def error_bar(
         mean: The trajectories of the estimate.
         rates: Rates with their uncertainties; rates with the factor 1 or the value 0 are skipped.
         lengths: Shortest and longest trajectories, if the lengths are assumed; () leaves lengths out.
+        environments: Trajectories with the fastest and the slowest environments, if these seconds are assumed; ()
+            leaves environments out.
         signal: True if the share of groups with differing rewards is assumed and matters.
     """
     estimate = seconds(config, mean)
     moved: dict[str, list[float]] = {}
     if lengths:
         moved["lengths of the trajectories"] = [seconds(config, each) for each in lengths]
+    if environments:
+        moved["seconds of environments"] = [seconds(config, each) for each in environments]
     if signal:
         moved["share of groups with a signal"] = [seconds(config, replace(mean, signal=share)) for share in SIGNAL]
     for rate in rates:

@@ -189,7 +189,8 @@ def _round_times(
 
     Full batches follow each other, while other sequences wait for a place in the KV cache; then a tail of the longest
     responses follows. Environments add the waiting of the slowest trajectory, or more if calls, at most
-    `environment.workers` at once, take longer than everything else.
+    `environment.workers` at once, take longer than everything else, or if trajectories take turns in
+    `environment.slots`.
     """
     per_engine = -(-sequences // config.rollout.engines)
     full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
@@ -209,10 +210,10 @@ def _round_times(
         + (longest - sizes.generated) * tail
         + sequences * config.cluster.rates.trajectory_us * 1e-6
     )
-    calls = (
-        sequences * trajectories.environment_s / min(config.environment.workers, slots or config.environment.workers)
-    )
-    return engines, max(0.0 if continuous else trajectories.waiting(tail), calls - engines)
+    seconds, workers = trajectories.environment_s, config.environment.workers
+    calls = sequences * seconds / min(workers, slots or workers)
+    held = sequences * (sizes.generated * decode(running) + seconds) / slots if slots and seconds else 0.0
+    return engines, max(0.0 if continuous else trajectories.waiting(tail), calls - engines, held - engines)
 
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:

@@ -48,6 +48,11 @@ class Trajectories:
         sample = tuple((min(limit, tokens * factor), seconds) for tokens, seconds in self.sample)
         return replace(self, read=self.read * factor, written=min(limit, self.written * factor), sample=sample)
 
+    def with_slower_environments(self, factor: float) -> Trajectories:
+        """Returns new trajectories with all seconds of environments multiplied by `factor`."""
+        sample = tuple((tokens, seconds * factor) for tokens, seconds in self.sample)
+        return replace(self, environment_s=self.environment_s * factor, sample=sample)
+
 
 def assumed(config: Config, parallel: ParallelDims) -> Trajectories:
     """Returns assumed trajectories: mean length `cluster.rates.length_share` times the limits, longest response at the

@@ -119,20 +119,31 @@ class Synthetic:
     """Limit on the tokens written in a trajectory."""
     max_env_s: float = math.inf
     """Time limit of an environment turn, in seconds."""
+    start: LogNormal = LogNormal(0, 0)
+    """Seconds in the environment before the first turn."""
+    end: LogNormal = LogNormal(0, 0)
+    """Seconds in the environment after the last turn, in addition to `environment`."""
 
     def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
         """Returns the turns of a random trajectory; `group` and `sample` have no effect.
 
         The written tokens are shared equally by the turns, the remainder goes to the last. Each turn has at least one,
-        even beyond `max_tokens`. Only the first turn reads tokens: the prompt.
+        even beyond `max_tokens`. Only the first turn reads tokens: the prompt. A turn without tokens before the first
+        stands for the start of the environment, if the start takes time.
         """
         written = max(self.turns, min(self.max_tokens, round(self.tokens.sample(random))))
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
-        return [
+        turns = [
             Turn(self.prompt if n == 0 else 0, count, min(self.max_env_s, self.environment.sample(random)))
             for n, count in enumerate(each)
         ]
+        if self.end.mean:
+            ended = turns[-1].env_s + min(self.max_env_s, self.end.sample(random))
+            turns[-1] = turns[-1]._replace(env_s=ended)
+        if self.start.mean:
+            turns.insert(0, Turn(0, 0, min(self.max_env_s, self.start.sample(random))))
+        return turns
 
     @property
     def length(self) -> Length:
@@ -141,8 +152,9 @@ class Synthetic:
 
     @property
     def environment_s(self) -> float:
-        """Average seconds in the environment per trajectory: turns times the mean of a turn, capped at `max_env_s`."""
-        return self.turns * self.environment.capped_mean(self.max_env_s)
+        """Average seconds in the environment per trajectory: start, turns and end, each capped at `max_env_s`."""
+        ends = self.start.capped_mean(self.max_env_s) + self.end.capped_mean(self.max_env_s)
+        return ends + self.turns * self.environment.capped_mean(self.max_env_s)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,34 @@ def test_seconds_of_environments_leave_assumed_lengths(capsys: pytest.CaptureFix
     assert plain["seconds"]["tools"] == 0
 
 
+TIMES = ["environment.times.start_s=4", "environment.times.turn_s=1", "environment.times.end_s=20"]
+
+
+def test_assumed_seconds_of_environments_count(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = ["rollout.max_turns=6", "rollout.env_timeout_s=1000"]
+    plain, v = values(capsys, *turns), values(capsys, *turns, *TIMES)
+    described = v["time"]["trajectories"]
+    assert (described["environment"], described["turns"]) == ("environment.times", 3), "half of the turns"
+    assert described["environment_s"] == pytest.approx(4 + 3 * 1 + 20, rel=0.01)
+    assert plain["seconds"]["tools"] == 0 < v["seconds"]["tools"]
+    assert v["seconds"]["generate"] == pytest.approx(plain["seconds"]["generate"])
+    causes = {cause["name"]: cause for cause in v["time"]["causes"]}
+    assert causes["seconds of environments"]["low"] < 1 < causes["seconds of environments"]["high"]
+    assert not any("environments" in part for part in v["time"]["not_counted"])
+    text = dry_run_text.text(v)
+    assert " s of the environment by environment.times, 3 turns" in text
+    given = values(capsys, *turns, *TIMES, "--environment", "10", "--turns", "2")["time"]
+    assert given["trajectories"]["environment_s"] == pytest.approx(4 + 2 * 10 + 20, rel=0.01)
+    assert "seconds of environments" not in {cause["name"] for cause in given["causes"]}
+
+
+def test_trajectories_take_turns_in_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compares with the bound by hand: 64 trajectories of at least 100 s in 8 slots."""
+    end = ["environment.times.end_s=100", "rollout.env_timeout_s=100000", "environment.slots=8"]
+    seconds = values(capsys, *end)["seconds"]
+    assert seconds["generate"] + seconds["tools"] >= 64 * 100 / 8
+
+
 def test_a_share_of_groups_with_a_signal_is_taken_from_a_run(tmp_path: Path) -> None:
     differ = {"rollout/groups_differ": 0.25}
     assert workload.signal_share([{}, differ, {"rollout/groups_differ": 0.75}], 8) == pytest.approx(0.5)

@@ -119,6 +119,17 @@ def test_the_mean_is_that_of_what_is_drawn() -> None:
     assert LogNormal(1000, 0).capped_mean(300) == 300 and LogNormal(0, 1).capped_mean(300) == 0
 
 
+def test_an_environment_takes_time_before_the_first_turn_and_after_the_last() -> None:
+    start, end = LogNormal(5, 0), LogNormal(60, 0)
+    workload = Synthetic(100, LogNormal(40, 0), LogNormal(2, 0), 4, 10**6, max_env_s=50, start=start, end=end)
+    turns = workload.sample_turns(Random(0), 0, 0)
+    assert [turn[:2] for turn in turns] == [(0, 0), (100, 10), (0, 10), (0, 10), (0, 10)]
+    seconds = [turn.env_s for turn in turns]
+    assert seconds == pytest.approx([5, 2, 2, 2, 2 + 50]), "the end is cut at 50 s, in addition to the turn's 2 s"
+    assert workload.environment_s == pytest.approx(sum(seconds)) == pytest.approx(63)
+    assert workload.length == Length(100, 40, 4)
+
+
 @pytest.mark.parametrize("unit", [1, 7, 64])
 def test_counting_in_units_favours_no_length(unit: int) -> None:
     """Counts parts in units, including parts smaller than a unit: the sum and each part are unbiased."""

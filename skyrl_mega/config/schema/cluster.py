@@ -73,6 +73,9 @@ class ClusterConfig:
     worker's memory outside `rollout.memory_fraction`, are counted separately (docs/dry-run.md)."""
     host_memory_gib: Optional[float] = at_least(1, None)
     """Host memory per node in GiB; null skips the check."""
+    cores_per_node: Optional[int] = between(1, 4096, None)
+    """CPU cores per node. The dry run then reports containers of environments with more cores than a node has. null
+    skips the check."""
     numa_nodes: Optional[int] = between(1, 64, None)
     """NUMA nodes per node, assumed to share memory and GPUs (in order) evenly. The dry run then reports sockets with
     more pinned memory than available. null skips the check."""

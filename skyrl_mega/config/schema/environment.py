@@ -50,6 +50,23 @@ class RetrieverConfig:
 
 
 @dataclass
+class EnvironmentTimesConfig:
+    """Mean seconds of a trajectory's environment, assumed by `--dry-run` and `--simulate`; a run ignores them."""
+
+    start_s: float = at_least(0, 0.0)
+    """Mean seconds before the first turn, such as the start of a container."""
+    turn_s: float = at_least(0, 0.0)
+    """Mean seconds after each turn, such as a command. `--environment` replaces the value."""
+    end_s: float = at_least(0, 0.0)
+    """Mean seconds after the last turn, in addition to `turn_s`, such as tests."""
+
+    @property
+    def given(self) -> bool:
+        """True if any time is above 0."""
+        return max(self.start_s, self.turn_s, self.end_s) > 0
+
+
+@dataclass
 class EnvironmentConfig:
     """Environments and rollout workers."""
 
@@ -83,6 +100,8 @@ class EnvironmentConfig:
     environments and errors."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """Retrieval service of environment `search`."""
+    times: EnvironmentTimesConfig = field(default_factory=EnvironmentTimesConfig)
+    """Assumed seconds of environments, for plans."""
 
     @property
     def default_name(self) -> str | None:
