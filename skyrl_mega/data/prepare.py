@@ -24,6 +24,7 @@ from skyrl_mega.envs.python_tool import data as python_tool
 from skyrl_mega.envs.search import data as search
 from skyrl_mega.envs.swe import data as swe
 from skyrl_mega.envs.text2sql import data as text2sql
+from skyrl_mega.envs.tool_choice import data as tool_choice
 from skyrl_mega.envs.verifiers import data as verifiers
 
 RECIPES = {
@@ -39,6 +40,7 @@ RECIPES = {
     "search": search,
     "swe": swe,
     "text2sql": text2sql,
+    "tool_choice": tool_choice,
     "verifiers": verifiers,
 }
 """Name → module with `add_arguments(parser)` and `tables(args)`."""

@@ -37,6 +37,7 @@ BUILT_IN: Mapping[str, str] = {
     "search": "skyrl_mega.envs.search.env:SearchEnv",
     "swe": "skyrl_mega.envs.swe.env:SweEnv",
     "text2sql": "skyrl_mega.envs.text2sql.env:Text2SqlEnv",
+    "tool_choice": "skyrl_mega.envs.tool_choice.env:ToolChoiceEnv",
     "verifiers": "skyrl_mega.envs.verifiers.env:VerifiersEnv",
 }
 """Name → import path of the built-in environments."""
