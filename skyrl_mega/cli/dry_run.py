@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs, layout_checks, workload
+from skyrl_mega.cli.planned_containers import container_notes, planned_containers
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
@@ -101,6 +102,7 @@ def values(
     signal = times["trajectories"]["signal_share"] if times else dynamic.SIGNAL_SHARE
     sizes = batch(config, parallel)
     placed = nodes(config)
+    hosts = _nodes(config, decoder, parallel, reference, placed)
     return {
         "config": masked(asdict(with_tokens)),
         "model": _model(config, decoder),
@@ -109,8 +111,9 @@ def values(
         "critic": _ranks(config, decoder, critic, critic_memory) if critic else [],
         "engines": _engines(config, decoder, sizes),
         "shared": _shared(config, decoder, parallel),
-        "nodes": _nodes(config, decoder, parallel, reference, placed),
+        "nodes": hosts,
         "batch": _batch(config, sizes),
+        "containers": asdict(containers) if (containers := planned_containers(config)) else None,
         "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
         "margin": MARGIN,
         "counted": COUNTED,
@@ -123,6 +126,7 @@ def values(
             *data_notes,
             *filter(None, [micro_tokens.note(original, config, decoder)]),
             *dry_run_notes.notes(config, decoder, parallel, signal),
+            *container_notes(config, [host["host_memory_total"] for host in hosts]),
         ],
         "absent": list(absent),
     }

@@ -53,7 +53,8 @@ def text(v: Values) -> str:
         v: Result of `dry_run.values`.
     """
     trained = [table(name, v[name], v) for name in TRAINED if v[name] for table in (_ranks, _rank_memory)]
-    sections = [[_first_line(v), *_run_lines(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
+    sections = [[_first_line(v), *_run_lines(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v)]
+    sections += [[*_batch(v), *_containers(v)]]
     sections += [_sync(v)] if v["sync"] else []
     sections += dry_run_time_text.sections(v["time"]) if v["time"] else []
     return "\n\n".join("\n".join(lines) for lines in (*sections, _notes(v)) if lines)
@@ -236,6 +237,19 @@ def _batch(v: Values) -> list[str]:
         f"  asynchrony.mode={sizes['mode']}: tokens are at most {counted(sizes['ahead'], 'sync')} old; up to "
         f"{counted(sizes['open'], 'environment')} open at once",
     ]
+
+
+def _containers(v: Values) -> list[str]:
+    """Returns the line about containers of environments; no line without containers."""
+    if (planned := v["containers"]) is None:
+        return []
+    line = f"  up to {counted(planned['most'], 'container')} of {planned['runtime']} at once"
+    if planned["nodes"]:
+        memory, cores = planned["node_memory_mib"], planned["node_cores"]
+        limits = [f"{memory / 1024:,.0f} GiB"] * (memory is not None) + [f"{cores:g} cores"] * (cores is not None)
+        line += f", {planned['on_node']} on each of {counted(planned['nodes'], 'node')}"
+        line += f": {' and '.join(limits)} at most" * bool(limits)
+    return [line]
 
 
 def _sync(v: Values) -> list[str]:

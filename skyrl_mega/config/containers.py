@@ -17,18 +17,23 @@ def environment_slots(environment: EnvironmentConfig) -> int | None:
     The limit is `environment.slots`. With containers, it is at most the number of containers of all processes that run
     trajectories: an open environment has a container, and must not wait for another environment to end.
     """
-    limits = [containers * max(1, environment.processes) for containers in _containers(environment.options)]
+    chosen = container_options(environment.options)
+    limits = [int(given.get("containers", CONTAINERS)) * max(1, environment.processes) for _, _, given in chosen]
     return min([*limits, *([environment.slots] if environment.slots is not None else [])], default=None)
 
 
-def _containers(options: Mapping[str, Any]) -> Iterator[int]:
-    """Yields the option `containers` of each environment that runs in containers."""
+def container_options(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yields (key, runtime, options of containers) of each environment that runs in containers.
+
+    Args:
+        options: `environment.options`.
+    """
     swe, harness = options.get("swe") or {}, options.get("harness") or {}
     judged = harness.get("reward_options") or {}
-    for runtime, chosen in (
-        (swe.get("session"), swe.get("session_options")),
-        (harness.get("container"), harness.get("container_options")),
-        (judged.get("session"), judged.get("session_options")),
+    for key, runtime, chosen in (
+        ("swe.session_options", swe.get("session"), swe.get("session_options")),
+        ("harness.container_options", harness.get("container"), harness.get("container_options")),
+        ("harness.reward_options.session_options", judged.get("session"), judged.get("session_options")),
     ):
         if runtime and runtime != "local" and ":" not in runtime:  # a class of the user has limits of its own
-            yield int((chosen or {}).get("containers", CONTAINERS))
+            yield f"environment.options.{key}", runtime, chosen or {}

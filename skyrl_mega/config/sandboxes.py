@@ -51,7 +51,8 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     """Returns the memory of all sandboxed programs in MiB, including their disks, which are held in memory.
 
     Counts every environment named in the settings: with options, as the default, or in `data.prepare`; 0 if none of
-    these is sandboxed. With `cluster.host_memory_gib=null`, the default limit depends on the memory of this machine.
+    these is sandboxed. Sessions in containers are no sandboxed programs. With `cluster.host_memory_gib=null`, the
+    default limit depends on the memory of this machine.
 
     Args:
         config: The settings.
@@ -70,7 +71,8 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     total = 0.0
     for name, key in SANDBOXES.items():
         options = config.environment.options.get(name) or {}
-        if name in named and options.get("confined", True):
+        elsewhere = name in SESSIONS and options.get("session", "local") != "local"
+        if name in named and options.get("confined", True) and not elsewhere:
             limits = options.get(key) or {}
             disks = trajectories if name in SESSIONS else min(trajectories, config.environment.workers)
             total += limits.get("total_mib", default_total) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)

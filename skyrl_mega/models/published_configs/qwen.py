@@ -73,6 +73,8 @@ _2_57B = (
 
 _POST_TRAINED = {"max_position_embeddings": 40960}
 """Context length of Qwen3 after post-training."""
+_2507 = {"max_position_embeddings": 262144, "rope_theta": 10000000.0}
+"""Context length of the releases of July 2025."""
 _BASE = {"eos_token_id": 151643}
 _LONG_BASE = _BASE | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 """Qwen2.5 of 14 billion parameters and more, before post-training."""
@@ -112,6 +114,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-32B": _3_32B | _POST_TRAINED,
     "Qwen/Qwen3-30B-A3B": _3_30B | _POST_TRAINED,
     "Qwen/Qwen3-30B-A3B-Base": _3_30B | _BASE,
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": _3_30B | _2507,
     "Qwen/Qwen3-235B-A22B": _3_235B | _POST_TRAINED,
 }
 """Name on the Hugging Face hub → config.json."""
