@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+own = Path(os.environ["SKYRL_TASK"]).parent  # not the repository of a software task
 with open(os.environ["SKYRL_TASK"]) as file:
     task = json.load(file)
 for name, text in ((task.get("extra_info") or {}).get("files") or {}).items():
@@ -15,7 +16,7 @@ for name, text in ((task.get("extra_info") or {}).get("files") or {}).items():
 os.environ |= {
     "MSWEA_CONFIGURED": "true",  # it asks no questions
     "MSWEA_SILENT_STARTUP": "true",
-    "MSWEA_GLOBAL_CONFIG_DIR": os.path.abspath(".mini"),
+    "MSWEA_GLOBAL_CONFIG_DIR": str(own / ".mini"),
     "MSWEA_COST_TRACKING": "ignore_errors",
     "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -23,7 +24,7 @@ os.environ |= {
 
 from minisweagent.run.mini import app  # noqa: E402 # reads these variables when imported
 
-output = Path(".mini", "trajectory.json")
+output = own / ".mini" / "trajectory.json"
 try:
     app(
         [
@@ -36,4 +37,4 @@ try:
     )
 finally:
     if output.exists():
-        Path("answer.txt").write_text(json.loads(output.read_text())["info"]["submission"])
+        (own / "answer.txt").write_text(json.loads(output.read_text())["info"]["submission"])

@@ -71,8 +71,9 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     total = 0.0
     for name, key in SANDBOXES.items():
         options = config.environment.options.get(name) or {}
-        elsewhere = name in SESSIONS and options.get("session", "local") != "local"
-        if name in named and options.get("confined", True) and not elsewhere:
+        contained = options.get("container") or options.get("reward") == "swe"  # `harness`
+        contained = contained or options.get("session", "local") != "local"  # `swe`
+        if name in named and options.get("confined", True) and not contained:
             limits = options.get(key) or {}
             disks = trajectories if name in SESSIONS else min(trajectories, config.environment.workers)
             total += limits.get("total_mib", default_total) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)

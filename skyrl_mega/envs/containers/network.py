@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
+from skyrl_mega.envs.containers.runtime import Container
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.sandbox import kernel
 from skyrl_mega.envs.sandbox.listen import listen
+
+
+@runtime_checkable
+class LocalContainer(Container, Protocol):
+    """A container on this machine."""
+
+    def process(self) -> int:
+        """Returns the id, on this machine, of a process of the container. Raises InfrastructureFault if the container
+        does not run."""
 
 
 def listen_inside(process: int) -> socket.socket | None:

@@ -6,41 +6,26 @@ import copy
 import os
 import shlex
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.agent import AgentEndpoint, AgentEnv, AgentStopped
 from skyrl_mega.envs.base import BaseTextEnvStepOutput, Message
+from skyrl_mega.envs.harness import places
+from skyrl_mega.envs.harness.container_program import words_with_scripts
 from skyrl_mega.envs.harness.judge import AnswerJudge
-from skyrl_mega.envs.harness.program import (
-    TASK,
-    Program,
-    check_network,
-    check_variables,
-    find_program,
-    read_answer,
-    readable,
-    task_text,
-    values_of,
-    words_of,
-)
+from skyrl_mega.envs.harness.places import KEY, LIMITS, TaskContainer
+from skyrl_mega.envs.harness.program import TASK, check_variables, split, task_text, words_of
 from skyrl_mega.envs.options import Option, choice, group, mapping, number, switch, text, texts
-from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult
+from skyrl_mega.envs.sandbox import SandboxResult
 from skyrl_mega.envs.sandbox.run import GRACE_S, settings
+from skyrl_mega.envs.swe.task import TEST_LISTS
 from skyrl_mega.envs.truths import SPECS
 
-KEY = "environment.options.harness"
-BOX = f"{KEY}.sandbox"
-"""Setting of the sandbox."""
-LIMITS = CommandLimits(cpu_s=86400, memory_mib=65536, processes=256, file_mib=64, open_files=1024, output_kib=4096)
-"""Default limits of the program, wide enough for interpreters that reserve much address space."""
-HIDDEN = ["answer", "solution", "extra_info.answer", "extra_info.solution"]
-"""Usual columns of right answers beside the ground truth."""
-SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
-"""Endings of arguments that must be files."""
-UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+HIDDEN = ["answer", "solution", "extra_info.answer", "extra_info.solution", *(f"extra_info.{n}" for n in TEST_LISTS)]
+"""Usual columns of right answers beside the ground truth, and names of a software task's tests."""
 SHOWN = 2000
 """Characters kept of the end of each output, for people."""
 
@@ -65,6 +50,9 @@ class HarnessEnv(AgentEnv):
         "hidden": texts(HIDDEN, "columns left out of the task's file, besides the ground truth"),
         "read": texts([], "further files and folders that the program may read in the sandbox"),
         "confined": switch(True, "in the sandbox, where it reaches the endpoint only; false: as a process of yours"),
+        "container": text(None, "instead of the sandbox a container, by podman or docker"),
+        "image": text(None, "image of the container, unless the row's extra_info.image names one"),
+        "container_options": mapping("options of the container's runtime"),
         "sandbox": group(
             {name: option for name, option in settings(LIMITS).items() if name != "wall_s"}, "limits of the program"
         ),
@@ -72,39 +60,49 @@ class HarnessEnv(AgentEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.program, self.judge = _parts(self.options)
+        self.judge = _judge(self.options)
+        self.place = places.place_of(self.options, self.judge, self.extras)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raises UserError for a command with an open quotation, a reward function without import or with other
-        arguments, or a variable without text."""
+        arguments, a variable without text, an unknown container runtime or a wrong option of the runtime, or a software
+        task without a container."""
         if options["command"] is not None:
-            words_of(options["command"], f"{KEY}.command")
+            split(options["command"], f"{KEY}.command")
         if options["reward"] is not None:
-            AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
+            places.check_options(options, _judge(options))
         check_variables(options["variables"], f"{KEY}.variables")
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Checks program, variables and the confinement on this machine.
+        """Checks program, variables, and the sandbox or the container runtime on this machine.
 
         Raises:
             UserError: `command` or `reward` is missing, the program does not exist, a variable is not set, or the
-                machine lacks a confinement.
+                machine lacks a confinement or the runtime.
         """
-        program, judge = _parts(options)
+        judge = _judge(options)
         judge.cls.check_ready(judge.options)
-        if program.box.confined:
-            program.box.check(BOX)
-            check_network(program.box, BOX)
+        places.check_ready(options, judge)
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns the judge's reason for refusing a row; None for an accepted row."""
+        """Returns the reason for refusing a row, such as the judge's or a missing image; None for an accepted row."""
         if options["reward"] is None:
             return None
-        judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
+        if options["container"] is not None and places.image_of(options, row) is None:
+            return f"column extra_info.image is missing; give the rows an image, or set {KEY}.image"
+        judge = _judge(options)
         return judge.cls.wrong_row(row, judge.options)
+
+    @classmethod
+    def longest_step_s(cls, options: Mapping[str, Any]) -> float:
+        """Returns the longest duration of the judging in seconds, under the judge's own limits."""
+        if options["reward"] is None:
+            return 0.0
+        judge = _judge(options)
+        return judge.cls.longest_step_s(judge.options)
 
     @classmethod
     def longest_run_s(cls, options: Mapping[str, Any]) -> float:
@@ -113,34 +111,46 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def with_absolute_paths(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the options with absolute paths of the files in the command, in `read` and in `reward`."""
+        """Returns the options with absolute paths of the files in `command`, `read` and `reward`, and in the options of
+        a built-in judge."""
         changed = dict(options)
         if options.get("command"):
-            changed["command"] = shlex.join(words_of(options["command"], f"{KEY}.command"))
+            words = words_with_scripts if places.in_container(options) else words_of
+            changed["command"] = shlex.join(words(options["command"], f"{KEY}.command"))
         if options.get("reward"):
             changed["reward"] = registry.absolute(options["reward"])
+        if options.get("reward") in registry.BUILT_IN:
+            judge = registry.resolve(options["reward"], EnvironmentConfig())
+            changed["reward_options"] = judge.with_absolute_paths(options.get("reward_options") or {})
         if options.get("read"):
             changed["read"] = [os.path.abspath(path) for path in options["read"]]
         return changed
 
+    def prepare(self) -> None:
+        """Opens the program's place: starts the container, if the program runs in a container.
+
+        Raises:
+            InfrastructureFault: The container does not start.
+        """
+        self.place.open()
+
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
         """Runs the program and judges the answer: the file `answer.txt`, or without the file the standard output. After
-        a time limit, or a limit of output or disk, the work so far is judged.
+        a time limit, or a limit of output or disk, the work so far is judged. A software task is judged by its tests.
 
         Raises:
             ProgramFailed: The program failed, unless the option `failed_exit` is `judge`.
-            InfrastructureFault: The program cannot be started.
+            InfrastructureFault: The program cannot be started, or the container is gone.
         """
-        limits = self.program.box.limits
-        with closing(self.program.box.workspace()) as folder:
-            task = {TASK: task_text(prompt, visible_columns(self.extras, self.options["hidden"]))}
-            result = self.program.within(endpoint.seconds).run(endpoint, folder, task)
+        self.place.open()
+        try:
+            columns = visible_columns(self.extras, self.options["hidden"])
+            result = self.place.run(endpoint, {TASK: task_text(prompt, columns)})
             if result.status in ("failed", "memory") and self.options["failed_exit"] == "error":
                 raise ProgramFailed(_failure(result), {"program": _noted(result)})
-            written = read_answer(folder, limits.output_kib * 1024)
-            answer = result.stdout if written is None else written
-            about = {"folder": str(folder.folder), "status": result.status, "exit": result.exit}
-            judged = self.judge.verdict(_with_program(self.extras, about), prompt, answer)
+            judged = self._judged(result, prompt)
+        finally:
+            self.place.close()
         notes = dict(judged["metadata"])
         notes["metrics"] = {
             **notes.get("metrics", {}),
@@ -150,37 +160,32 @@ class HarnessEnv(AgentEnv):
         notes["program"] = _noted(result)
         return BaseTextEnvStepOutput(observations=[], reward=judged["reward"], done=True, metadata=notes)
 
+    def _judged(self, result: SandboxResult, prompt: list[Message]) -> BaseTextEnvStepOutput:
+        if isinstance(self.place, TaskContainer):
+            return self.place.verdict()
+        written = self.place.answer(int(self.options["sandbox"]["output_kib"]) * 1024)
+        answer = result.stdout if written is None else written
+        about = {"folder": self.place.folder, "status": result.status, "exit": result.exit}
+        return self.judge.verdict(_with_program(self.extras, about), prompt, answer)
 
-def _parts(options: Mapping[str, Any]) -> tuple[Program, AnswerJudge]:
-    """Returns the program and the judge of the options.
+    def close(self) -> None:
+        """Removes the program's place, such as a container."""
+        self.place.close()
+
+
+def _judge(options: Mapping[str, Any]) -> AnswerJudge:
+    """Returns the judge of the options.
 
     Raises:
-        UserError: `command` or `reward` is missing, the program does not exist, or a variable is not set.
+        UserError: `reward` is missing, or no judge.
     """
-    rewards = "package.module:function, path/to/file.py:function, or an environment of one turn such as math"
-    for name, form in (("command", "a program and its arguments"), ("reward", rewards)):
-        if options[name] is None:
-            raise UserError(f"it is not set; allowed is {form}", key=f"{KEY}.{name}")
-    words = words_of(options["command"], f"{KEY}.command")
-    argv = [find_program(words[0], options["confined"], f"{KEY}.command"), *words[1:]]
-    scripts = (word for word in words[1:] if word.endswith(SCRIPTS))
-    for name, paths in (("command", scripts), ("read", options["read"])):
-        for path in paths:
-            if not os.path.exists(path):
-                raise UserError("there is no such file", key=f"{KEY}.{name}", value=path, fix="correct the path")
-    sandbox = Sandbox.from_options(options["sandbox"], BOX, LIMITS)
-    box = Sandbox(
-        limits=sandbox.limits,
-        without=sandbox.without,
-        read=readable(argv, options["read"]),
-        name=BOX,
-        confined=options["confined"],
-    )
-    # A program ended by a limit keeps what it printed.
-    given = UNBUFFERED | values_of(options["variables"], f"{KEY}.variables")
-    judge = AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
-    # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
-    return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False), judge
+    if options["reward"] is None:
+        raise UserError(
+            "it is not set; allowed is package.module:function, path/to/file.py:function, an environment of one turn "
+            "such as math, or swe",
+            key=f"{KEY}.reward",
+        )
+    return AnswerJudge.of(options["reward"], options["reward_options"], f"{KEY}.reward")
 
 
 def _noted(result: SandboxResult) -> dict[str, Any]:

@@ -24,6 +24,8 @@ TASK, ANSWER = "task.json", "answer.txt"
 """Files of the working folder: the task, and an optional answer."""
 TASK_VARIABLE = "SKYRL_TASK"
 """Environment variable with the path of the task's file."""
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
+"""Endings of arguments that must be files."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,8 @@ def read_answer(folder: Workspace, most_bytes: int) -> str | None:
         os.close(place)
 
 
-def words_of(command: str, key: str) -> list[str]:
-    """Returns the words of a command, split as by a shell, with absolute paths of existing files. A folder needs a `/`
-    in the word, so that a plain word stays a word.
+def split(command: str, key: str) -> list[str]:
+    """Returns the words of a command, split as by a shell.
 
     Raises:
         UserError: A quotation is not closed, or the command has no word.
@@ -160,6 +161,13 @@ def words_of(command: str, key: str) -> list[str]:
         raise UserError(error, key=key, value=command, fix="close the quotation") from error
     if not words:
         raise UserError("it has no word; allowed is a program and its arguments", key=key, value=command)
+    return words
+
+
+def words_of(command: str, key: str) -> list[str]:
+    """Returns the words of a command as `split` does, with absolute paths. The first word, the program, becomes
+    absolute if it contains a `/`, other words if such a file exists, or such a folder and the word contains a `/`."""
+    words = split(command, key)
     first = os.path.abspath(words[0]) if "/" in words[0] else words[0]
     return [first, *(os.path.abspath(word) if _is_path(word) else word for word in words[1:])]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,6 +145,11 @@ class ContainerSession:
         except InfrastructureFault as fault:
             raise ContainerLost(str(fault)) from fault
         return CommandResult(ran.status, ran.exit, (ran.stdout + ran.stderr).decode(errors="replace"))
+
+    def after_prelude(self, argv: Sequence[str]) -> list[str]:
+        """Returns the command line of a program that runs with the variables set by the prelude."""
+        prelude = self.options["prelude"] or self.task.prelude
+        return [*argv] if prelude is None else [self._shell, "-c", f'{prelude}\nexec "$@"', "sh", *argv]
 
     def changes(self, timeout_s: float) -> Files:
         """Returns the differences from the repository at the start of the session: path → file, None for a removed

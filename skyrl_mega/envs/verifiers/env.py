@@ -182,6 +182,9 @@ def tasks(options: Mapping[str, Any], train: int, test: int) -> dict[str, list[d
     """Returns `train` and `test` → tasks of an environment, as `prompt`, messages for people, and `task`, the
     record of the environment. Loads the environment in an unconfined process: many download their data.
 
+    The test tasks are the environment's evaluation data, or the tasks after the training tasks. An environment with
+    fewer tasks gives fewer. The time limit is `LOADING_S`.
+
     Args:
         options: Options of the environment, with defaults filled in.
         train, test: Most tasks of each.

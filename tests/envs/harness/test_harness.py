@@ -362,5 +362,6 @@ def test_the_plan_counts_the_sandbox() -> None:
     config = Config()
     config.environment.options = {"harness": {"sandbox": {"total_mib": 1000, "disk_mib": 10}}}
     assert sandboxes_mib(config, trajectories=3) == 1030
-    config.environment.options["harness"]["confined"] = False
-    assert sandboxes_mib(config, trajectories=3) == 0
+    for elsewhere in ({"confined": False}, {"container": "podman"}, {"reward": "swe"}):
+        config.environment.options["harness"] = {"sandbox": {"total_mib": 1000}, **elsewhere}
+        assert sandboxes_mib(config, trajectories=3) == 0

@@ -1,0 +1,290 @@
+"""Places in which a harness runs: the sandbox, a container of its own, or the container of a software task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.agent import AgentEndpoint
+from skyrl_mega.envs.base import BaseTextEnvStepOutput
+from skyrl_mega.envs.containers import pool
+from skyrl_mega.envs.containers.registry import make_pool
+from skyrl_mega.envs.containers.runtime import Container
+from skyrl_mega.envs.harness.container_program import ContainerProgram, check_reach, read_file
+from skyrl_mega.envs.harness.judge import AnswerJudge
+from skyrl_mega.envs.harness.program import (
+    ANSWER,
+    SCRIPTS,
+    Program,
+    check_network,
+    find_program,
+    read_answer,
+    readable,
+    values_of,
+    words_of,
+)
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult, Workspace
+from skyrl_mega.envs.sandbox.run import GRACE_S
+from skyrl_mega.envs.swe.container_session import ContainerSession
+from skyrl_mega.envs.swe.env import SweEnv
+from skyrl_mega.envs.waiting import waiting
+
+KEY = "environment.options.harness"
+BOX = f"{KEY}.sandbox"
+"""Setting of the sandbox."""
+LIMITS = CommandLimits(cpu_s=86400, memory_mib=65536, processes=256, file_mib=64, open_files=1024, output_kib=4096)
+"""Default limits of the program, wide enough for interpreters that reserve much address space."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""Variable with which a program ended by a limit keeps what it printed."""
+START_S = 300.0
+"""Seconds for starting a container."""
+
+
+class ProgramPlace(Protocol):
+    """A place for the program of one trajectory."""
+
+    folder: str | None
+    """The program's folder for this process, while the place is open; None in a container."""
+
+    def open(self) -> None:
+        """Creates the place, unless it is open."""
+
+    def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
+        """Runs the program once, with files by name → text. Raises InfrastructureFault if the program cannot be
+        started."""
+
+    def answer(self, most_bytes: int) -> str | None:
+        """Returns the text of the answer's file, cut after `most_bytes`; None without such a file."""
+
+    def close(self) -> None:
+        """Removes the place with its files; may be called again."""
+
+
+class ProgramFolder:
+    """The sandbox, with a working folder of its own."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._workspace: Workspace | None = None
+        self.folder: str | None = None
+
+    def open(self) -> None:
+        """Creates the working folder."""
+        if self._workspace is None:
+            self._workspace = self.program.box.workspace()
+            self.folder = str(self._workspace.folder)
+
+    def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
+        """Runs the program as `Program.run` does."""
+        return self.program.within(endpoint.seconds).run(endpoint, self._opened(), texts)
+
+    def answer(self, most_bytes: int) -> str | None:
+        """Returns the answer as `read_answer` does."""
+        return read_answer(self._opened(), most_bytes)
+
+    def close(self) -> None:
+        """Removes the working folder."""
+        if self._workspace is not None:
+            self._workspace.close()
+            self._workspace = None
+
+    def _opened(self) -> Workspace:
+        if self._workspace is None:
+            raise RuntimeError("the working folder is not open")
+        return self._workspace
+
+
+class ProgramContainer:
+    """A container of its own.
+
+    Args:
+        program: The program.
+        containers: Starts the container.
+        image: Image of the container.
+    """
+
+    folder: str | None = None
+
+    def __init__(self, program: ContainerProgram, containers: pool.ContainerPlace, image: str) -> None:
+        self.program, self._image, self._containers = program, image, containers
+        self._container: Container | None = None
+
+    def open(self) -> None:
+        """Waits for a place, pulls the image and starts the container; all of this counts as waiting."""
+        if self._container is None:
+            with waiting():
+                self._container = self._containers.start(self._image, START_S)
+
+    def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
+        """Runs the program as `ContainerProgram.run` does."""
+        return self.program.run(self._opened(), endpoint, texts, None)
+
+    def answer(self, most_bytes: int) -> str | None:
+        """Returns the answer as `read_file` does."""
+        return read_file(self._opened(), ANSWER, most_bytes)
+
+    def close(self) -> None:
+        """Removes the container."""
+        if self._container is not None:
+            container, self._container = self._container, None
+            container.remove(GRACE_S)
+        self._containers.close()
+
+    def _opened(self) -> Container:
+        if self._container is None:
+            raise RuntimeError("the container is not open")
+        return self._container
+
+
+class TaskContainer:
+    """The container of a software task, in the folder of the repository. The task's own tests judge the work.
+
+    Args:
+        program: The program.
+        task: Environment of the task, with a session in a container.
+    """
+
+    folder: str | None = None
+
+    def __init__(self, program: ContainerProgram, task: SweEnv) -> None:
+        self.program, self.task = program, task
+        self._open = False
+
+    def open(self) -> None:
+        """Opens the task's session."""
+        if not self._open:
+            self.task.init([])
+            self._open = True
+
+    def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
+        """Runs the program in the repository, as `ContainerProgram.run` does."""
+        session = self.task.session
+        if not isinstance(session, ContainerSession):
+            raise TypeError(f"a session of {type(session).__name__} has no container")
+        program = replace(self.program, argv=tuple(session.after_prelude(self.program.argv)))
+        return program.run(session.container, endpoint, texts, session.folder)
+
+    def answer(self, most_bytes: int) -> str | None:
+        """Returns None: the answer is the repository."""
+        return None
+
+    def verdict(self) -> BaseTextEnvStepOutput:
+        """Returns the reward of the changes to the repository, by the task's tests, and notes."""
+        return self.task.out_of_time()
+
+    def close(self) -> None:
+        """Closes the task's session."""
+        self.task.close()
+
+
+def place_of(options: Mapping[str, Any], judge: AnswerJudge, extras: Mapping[str, Any]) -> ProgramPlace:
+    """Returns the place of the program for a row; creates nothing yet.
+
+    Args:
+        options: `environment.options.harness`, with defaults filled in.
+        judge: The judge of the options.
+        extras: The row's columns.
+
+    Raises:
+        UserError: The program or a variable does not exist, or the row has no image.
+    """
+    if issubclass(judge.cls, SweEnv):
+        task = judge.cls(env_config=judge.options, extras={**extras, "max_turns": 1})
+        return TaskContainer(_container_program(options), task)
+    if options["container"] is None:
+        return ProgramFolder(_sandbox_program(options))
+    image = image_of(options, extras)
+    if image is None:
+        raise UserError("neither the row's extra_info.image nor this setting names an image", key=f"{KEY}.image")
+    return ProgramContainer(_container_program(options), _pool(options).place(), image)
+
+
+def in_container(options: Mapping[str, Any]) -> bool:
+    """Returns True if the program runs in a container; the options may lack defaults."""
+    return options.get("container") is not None or options.get("reward") == "swe"
+
+
+def image_of(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Returns the image for a row: `extra_info.image`, else the option; None without either."""
+    info = columns.get("extra_info")
+    image = info.get("image") if isinstance(info, Mapping) else None
+    return image or options["image"]
+
+
+def check_options(options: Mapping[str, Any], judge: AnswerJudge) -> None:
+    """Checks the options of containers.
+
+    Raises:
+        UserError: There is no such runtime, an option of the runtime is wrong, or a software task has no container.
+    """
+    name, key = options["container"], f"{KEY}.container"
+    if issubclass(judge.cls, SweEnv):
+        if name is not None:
+            raise UserError(
+                "the program runs in the container of the software task", key=key, value=name, fix="leave it out"
+            )
+        check_reach(judge.options["session"], judge.options["session_options"], f"{KEY}.reward_options.session")
+    elif name is not None:
+        check_reach(name, options["container_options"], key)
+        _pool(options)
+
+
+def check_ready(options: Mapping[str, Any], judge: AnswerJudge) -> None:
+    """Checks the program, and the sandbox or the container runtime on this machine.
+
+    Raises:
+        UserError: The program does not exist, a variable is not set, or the machine lacks a confinement or the runtime.
+    """
+    if not in_container(options):
+        program = _sandbox_program(options)
+        if program.box.confined:
+            program.box.check(BOX)
+            check_network(program.box, BOX)
+        return
+    _container_program(options)
+    if options["container"] is not None:
+        _pool(options).check(f"{KEY}.container_options")
+
+
+def _pool(options: Mapping[str, Any]) -> pool.ContainerPool:
+    return make_pool(options["container"], options["container_options"], f"{KEY}.container_options")
+
+
+def _command(options: Mapping[str, Any]) -> str:
+    if options["command"] is None:
+        raise UserError("it is not set; allowed is a program and its arguments", key=f"{KEY}.command")
+    return str(options["command"])
+
+
+def _container_program(options: Mapping[str, Any]) -> ContainerProgram:
+    return ContainerProgram.of(
+        _command(options),
+        f"{KEY}.command",
+        timeout_s=float(options["timeout_s"]),
+        environment=UNBUFFERED | values_of(options["variables"], f"{KEY}.variables"),
+        output_bytes=int(options["sandbox"]["output_kib"]) * 1024,
+    )
+
+
+def _sandbox_program(options: Mapping[str, Any]) -> Program:
+    words = words_of(_command(options), f"{KEY}.command")
+    argv = [find_program(words[0], options["confined"], f"{KEY}.command"), *words[1:]]
+    scripts = (word for word in words[1:] if word.endswith(SCRIPTS))
+    for name, paths in (("command", scripts), ("read", options["read"])):
+        for path in paths:
+            if not os.path.exists(path):
+                raise UserError("there is no such file", key=f"{KEY}.{name}", value=path, fix="correct the path")
+    sandbox = Sandbox.from_options(options["sandbox"], BOX, LIMITS)
+    box = Sandbox(
+        limits=sandbox.limits,
+        without=sandbox.without,
+        read=readable(argv, options["read"]),
+        name=BOX,
+        confined=options["confined"],
+    )
+    given = UNBUFFERED | values_of(options["variables"], f"{KEY}.variables")
+    # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
+    return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False)
