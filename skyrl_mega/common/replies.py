@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,12 @@ def _retry_after(response: httpx.Response) -> float:
 
 
 async def ask(
-    http: httpx.AsyncClient, verb: str, url: str, body: Any, timeout_s: float
+    http: httpx.AsyncClient,
+    verb: str,
+    url: str,
+    body: Any,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[httpx.Response, bytes]:
     """Sends a request once; returns the response and the bytes of the reply, whatever its status.
 
@@ -127,6 +133,7 @@ async def ask(
         url: Address of the request.
         body: Sent as JSON; None sends no body.
         timeout_s: Seconds for the whole exchange: connection, request and complete reply.
+        headers: Further headers of the request.
 
     Raises:
         TimeoutError: The reply was not complete within `timeout_s`.
@@ -134,10 +141,10 @@ async def ask(
         httpx.HTTPError: The connection failed, or the reply is not HTTP.
     """
     data = bytearray()
-    headers = {"Accept-Encoding": "gzip, deflate"}
+    accepted = {"Accept-Encoding": "gzip, deflate"}
     async with (
         asyncio.timeout(timeout_s),
-        http.stream(verb, url, json=body, headers=headers, timeout=None) as response,
+        http.stream(verb, url, json=body, headers={**(headers or {}), **accepted}, timeout=None) as response,
     ):
         encoding = response.headers.get("Content-Encoding", "identity").lower()
         if encoding not in ENCODINGS:  # chained encodings multiply the size
