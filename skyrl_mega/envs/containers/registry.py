@@ -15,6 +15,9 @@ from skyrl_mega.envs.options import Option, filled
 RUNTIMES = {
     "podman": "skyrl_mega.envs.containers.docker:Podman",
     "docker": "skyrl_mega.envs.containers.docker:Docker",
+    "apptainer": "skyrl_mega.envs.containers.apptainer:Apptainer",
+    "kubectl": "skyrl_mega.envs.containers.kubectl:Kubectl",
+    "swerex": "skyrl_mega.envs.containers.swerex:SweRexRuntime",
 }
 """Name → import path of the runtime's class."""
 

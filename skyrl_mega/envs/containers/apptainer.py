@@ -1,0 +1,256 @@
+"""Containers of Apptainer: instances, for clusters without podman or docker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers import owner, sif
+from skyrl_mega.envs.containers.inside import KILL_ALL
+from skyrl_mega.envs.containers.program import client_variables, run_program
+from skyrl_mega.envs.containers.runtime import CommandOutput
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.options import Option, filled, number, switch, text, texts, whole
+
+COMMAND_S = 60.0
+"""Time limit in seconds of a command of the client that does little."""
+FAILED = 255
+"""Exit code of the client after its own failure."""
+FATAL = re.compile(rb"^(?:\x1b\[[0-9;]*m)?FATAL:", re.MULTILINE)
+"""Error of the client in standard error, which a program in the container can imitate."""
+ENTER = 'cd -- "$0" || exit 126; exec "$@"'
+"""Script that runs a program in a folder. Images lose their working folder in a SIF file."""
+LIMITS = {"memory_mib": ("--memory", "m"), "cpus": ("--cpus", ""), "processes": ("--pids-limit", "")}
+"""Option → argument of the client, and the value's ending."""
+BUS = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+"""Variables by which a plain user's client reaches systemd, which makes the cgroup."""
+
+
+class Apptainer:
+    """Instances of Apptainer, a named instance per container."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "program": text("apptainer", "path of the client"),
+        "arguments": texts([], "further arguments of `instance start`"),
+        "folder": text(None, "folder of pulled images, on a file system of all nodes; null for .sif files only"),
+        "fakeroot": switch(True, "root in the container, without rights outside"),
+        "network": text("none", "network of a container, as of --network; host for the machine's own"),
+        "memory_mib": whole(0, "memory of a container, without fakeroot; 0 for no limit", low=0),
+        "cpus": number(0.0, "CPUs of a container, without fakeroot; 0 for no limit", low=0, high=4096),
+        "processes": whole(0, "processes of a container, without fakeroot; 0 for no limit", low=0),
+        "disk_mib": whole(
+            0, "a container's own files, in a file in `scratch`; 0: in memory, of the site's size", low=0
+        ),
+        "scratch": text("/tmp", "folder on this machine for disk_mib"),
+        "lifetime_s": whole(7200, "seconds after which a container is ended", low=10, high=30 * 86400),
+    }
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = filled("apptainer", options, self.OPTIONS)
+        self.client = [self.options["program"]]
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], key: str) -> None:
+        """Raises UserError for limits beside `fakeroot`, and for relative folders."""
+        complete = filled(key, options, cls.OPTIONS)
+        for name in LIMITS:
+            if complete["fakeroot"] and complete[name]:
+                raise UserError(
+                    "apptainer sets no limit beside fakeroot",
+                    key=f"{key}.{name}",
+                    value=complete[name],
+                    fix=f"give {key}.fakeroot=false, or {key}.{name}=0 and the limits of the job",
+                )
+        for name in ("folder", "scratch"):
+            if complete[name] is not None and not os.path.isabs(complete[name]):
+                raise UserError("allowed is an absolute path", key=f"{key}.{name}", value=complete[name])
+
+    def check(self, key: str) -> None:
+        """Raises UserError if the client or a folder is missing, or the client cannot set the limits."""
+        if shutil.which(self.client[0]) is None:
+            raise UserError(
+                f"there is no program {self.client[0]} on this machine",
+                key=f"{key}.program",
+                fix="install apptainer on every node that runs environments, or give the program's path",
+            )
+        ran = self.command(["--version"])
+        if ran.status != "ok":
+            raise UserError(f"`{self.client[0]} --version` fails: {ran.last_line()}", key=f"{key}.program")
+        for name in ("folder", *(["scratch"] if self.options["disk_mib"] else [])):
+            place = self.options[name]
+            if place is not None and not os.access(place, os.W_OK | os.X_OK):
+                raise UserError("this user cannot write there", key=f"{key}.{name}", value=place, fix="make the folder")
+        limited = [name for name in LIMITS if self.options[name]]
+        if limited and os.geteuid() != 0 and not all(os.environ.get(name) for name in BUS):
+            raise UserError(
+                f"a plain user's limits need systemd, but {' or '.join(BUS)} is not set",
+                key=f"{key}.{limited[0]}",
+                value=self.options[limited[0]],
+                fix=f"run in a session of systemd with delegated cgroups, or give {key}.{limited[0]}=0",
+            )
+
+    def pull(self, image: str, timeout_s: float) -> None:
+        """Pulls the image into a file of `folder`, and returns at once if the file exists.
+
+        Raises:
+            UserError: There is no such image or file.
+            InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+        """
+
+        def pull(file: Path, address: str, seconds: float) -> CommandOutput:
+            return self.command(["pull", "--force", str(file), address], seconds)
+
+        sif.make_available(image, sif.path_of(image, self.options["folder"]), pull, timeout_s)
+
+    def start(self, image: str, timeout_s: float) -> ApptainerContainer:
+        """Starts an instance of an available image, and waits until commands can run.
+
+        Raises:
+            InfrastructureFault: The instance does not start.
+        """
+        deadline = time.monotonic() + timeout_s
+        names = f"{owner.PREFIX}-{owner.owner()}-"
+        client = shlex.join(self.client)
+        # the table of instances has a line of titles
+        listing = f"table=$({client} instance list '{names}*') || exit 1; echo \"$table\" | sed 1d | cut -d ' ' -f 1"
+        owner.guard(["sh", "-c", listing], ["sh", "-c", f"for name; do {self._stop('$name')}; done", "stop"])
+        container = ApptainerContainer(self, names + secrets.token_hex(6))
+        ready = False
+        try:
+            ran = self._start(container.name, sif.path_of(image, self.options["folder"]), timeout_s)
+            if ran.status == "ok":
+                ran = container.execute(["true"], max(1.0, deadline - time.monotonic()))
+            if ran.status != "ok":
+                raise InfrastructureFault(f"no instance of {image} starts: {ran.last_line()}")
+            container.limit_lifetime()
+            ready = True
+        finally:
+            if not ready:
+                container.remove(COMMAND_S)
+        return container
+
+    def _start(self, name: str, file: Path, timeout_s: float) -> CommandOutput:
+        chosen = self.options
+        words = ["--containall", "--cleanenv", "--no-mount=home,tmp,bind-paths"]
+        words += ["--fakeroot"] if chosen["fakeroot"] else ["--no-privs"]
+        words += ["--net", f"--network={chosen['network']}"] if chosen["network"] != "host" else []
+        words += [f"{argument}={chosen[key]}{unit}" for key, (argument, unit) in LIMITS.items() if chosen[key]]
+        if chosen["disk_mib"]:
+            disk = ["overlay", "create", f"--size={chosen['disk_mib']}", "--sparse"]
+            ran = self.command([*disk, *(["--fakeroot"] if chosen["fakeroot"] else []), self.disk(name)], timeout_s)
+            if ran.status != "ok":
+                return ran
+            words.append(f"--overlay={self.disk(name)}")
+        else:
+            words.append("--writable-tmpfs")
+        return self.command(["instance", "start", *words, *chosen["arguments"], str(file), name], timeout_s)
+
+    def disk(self, name: str) -> str:
+        """Returns the file with an instance's own files."""
+        return f"{self.options['scratch']}/{name}.img"
+
+    def _stop(self, name: str) -> str:
+        """Returns a shell command that stops an instance and removes its files; `name` may be a variable."""
+        disk = f'; rm -f "{self.disk(name)}"' if self.options["disk_mib"] else ""
+        return f'{shlex.join(self.client)} instance stop --signal=KILL --timeout=10 "{name}"{disk}'
+
+    def stop_words(self, name: str) -> list[str]:
+        """Returns the program that stops an instance and removes its files."""
+        return ["sh", "-c", self._stop(name)]
+
+    def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
+        """Runs the client with a subcommand (`run_program`)."""
+        return run_program([*self.client, *words], timeout_s, **limits)
+
+
+class ApptainerContainer:
+    """A running instance. The policy's processes cannot end it; its end raises InfrastructureFault."""
+
+    def __init__(self, runtime: Apptainer, name: str) -> None:
+        self.runtime, self.name = runtime, name
+        self._timer: subprocess.Popen[bytes] | None = None
+
+    def run(
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        *,
+        stdin: bytes = b"",
+        folder: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        limit: int = 2**24,
+    ) -> CommandOutput:
+        """Runs a program in the instance (`Container.run`). Without `folder` it runs in `/`.
+
+        Raises:
+            InfrastructureFault: The instance has ended, or the client does not work.
+        """
+        # the client passes on variables with this prefix; as arguments they would stand in process lists
+        given = {f"APPTAINERENV_{name}": value for name, value in (variables or {}).items()}
+        words = ["sh", "-c", ENTER, folder or "/", *argv]
+        ran = self.execute(words, timeout_s, stdin=stdin, limit=limit, variables=given, cancellable=True)
+        if ran.status in ("timeout", "output"):
+            self.end_processes(COMMAND_S)
+        elif ran.exit == FAILED and FATAL.search(ran.stderr):
+            self._refuse_ended(ran)
+        elif ran.exit is None:
+            raise InfrastructureFault(f"{self.runtime.client[0]} was killed")
+        return ran
+
+    def end_processes(self, timeout_s: float) -> None:
+        """Kills all processes in the instance except process 1. If the policy has replaced the shell, or leaves no
+        space for another process, processes stay until the instance's end.
+
+        Raises:
+            InfrastructureFault: The instance has ended.
+        """
+        ran = self.execute(["sh", "-c", KILL_ALL], timeout_s)
+        if ran.status != "ok":
+            self._refuse_ended(ran)
+
+    def remove(self, timeout_s: float) -> None:
+        """Stops the instance and removes its files; may be called again.
+
+        Raises:
+            InfrastructureFault: The instance cannot be stopped.
+        """
+        if self._timer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._timer.pid, signal.SIGKILL)
+            self._timer.wait()
+            self._timer = None
+        ran = self.runtime.command(["instance", "stop", "--signal=KILL", "--timeout=10", self.name], timeout_s)
+        if self.runtime.options["disk_mib"]:
+            Path(self.runtime.disk(self.name)).unlink(missing_ok=True)
+        if ran.status != "ok" and b"no instance found" not in ran.stderr:
+            raise InfrastructureFault(f"the instance {self.name} cannot be stopped: {ran.last_line()}")
+
+    def execute(self, words: Sequence[str], timeout_s: float, **limits: Any) -> CommandOutput:
+        """Runs a program in the instance, and returns the client's result."""
+        return self.runtime.command(["exec", "--cleanenv", f"instance://{self.name}", *words], timeout_s, **limits)
+
+    def limit_lifetime(self) -> None:
+        """Starts a process that stops the instance after `lifetime_s`, also if this process and the reaper are dead."""
+        stop = 'sleep "$0"; exec "$@"'
+        words = ["sh", "-c", stop, str(self.runtime.options["lifetime_s"]), *self.runtime.stop_words(self.name)]
+        null = subprocess.DEVNULL
+        self._timer = subprocess.Popen(
+            words, stdin=null, stdout=null, stderr=null, cwd="/", env=client_variables(), start_new_session=True
+        )
+
+    def _refuse_ended(self, ran: CommandOutput) -> None:
+        """Raises InfrastructureFault if the instance has ended."""
+        listed = self.runtime.command(["instance", "list", self.name])
+        if listed.status != "ok" or self.name.encode() not in listed.stdout:
+            raise InfrastructureFault(f"the instance {self.name} is lost: {ran.last_line()}")
