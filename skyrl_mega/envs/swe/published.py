@@ -113,7 +113,8 @@ def _rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for row in records(file):
             if not isinstance(row, dict):
                 raise UserError("a row is no object", key=file)
-            yield row
+            inner = row.get("instance")  # SkyRL's data sets keep the published row there
+            yield inner if isinstance(inner, dict) else row
 
 
 def _from_hub(name: str, split: str) -> list[Path]:

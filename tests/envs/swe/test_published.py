@@ -106,6 +106,12 @@ def test_rows_of_the_other_sets(tmp_path: Path) -> None:
     assert task.hidden_paths == ("r2e_tests", "run_tests.sh") and task.report == "r2e"
 
 
+def test_rows_of_skyrl_keep_the_published_row_in_a_column(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "-"}], "data_source": "swe-gym", "instance": row_of("getmoto/moto")}
+    task = read_task(written(tmp_path, [row]) / "getmoto__moto-1")
+    assert task.image == "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-1:latest"
+
+
 def test_rows_that_cannot_be_judged_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         row_of("psf/requests", 1),
