@@ -153,6 +153,73 @@ GSM8K = {
     "rollout.max_prompt_tokens": 512,
     "rollout.sampling.max_tokens": 1024,
 }
+SKYRL_AGENT = {
+    **{key: value for key, value in COMMON.items() if key not in ("run.seed", "rollout.eager", "rollout.concurrency")},
+    **tokens_of(1),
+    "run.epochs": 100,
+    "algorithm.dual_clip": 3.0,
+    "algorithm.kl.mean": "sequences",
+    "data.prompts_per_step": 32,
+    "data.mini_batch_prompts": 32 // 8,  # 32 trajectories: the program multiplies by `rollout.n`, which is 1
+    "data.samples_per_prompt": 8,
+    "rollout.max_prompt_tokens": 12000,
+    "rollout.sampling.temperature": 0.6,
+    "rollout.sampling.top_p": 0.95,
+    "environment.options.swe.command_timeout_s": 300,
+    "environment.options.swe.test_timeout_s": 1200,
+    "evaluation.every": 0,
+    "evaluation.before": False,
+    "evaluation.temperature": None,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 10,
+}
+"""Settings of SkyRL-v0's scripts of SWE tasks and of the program, a fork of verl."""
+NEMO_RL = {
+    "run.seed": 42,
+    "run.epochs": 100,
+    "cluster.shared": False,
+    "cluster.device": "cuda",
+    "cluster.nodes": 16,
+    "model.dtype": "bfloat16",
+    "policy.ranks": 64,
+    "policy.recompute": "full",
+    "policy.moe.aux_loss": 0.0,
+    "policy.moe.freeze_router": True,
+    "policy.optimizer.lr": 1e-6,
+    "policy.optimizer.schedule": "constant",
+    "policy.optimizer.warmup_steps": 0,
+    "policy.optimizer.beta1": 0.9,
+    "policy.optimizer.beta2": 0.999,
+    "policy.optimizer.weight_decay": 0.0,
+    "policy.optimizer.clip_grad": 1.0,
+    "algorithm.advantage": "grpo",
+    "algorithm.normalize": True,
+    "algorithm.clip_low": 0.2,
+    "algorithm.clip_high": 0.28,
+    "algorithm.dual_clip": None,
+    "algorithm.importance_cap": 5.0,
+    "algorithm.importance_level": "token",
+    "algorithm.loss_mean": "tokens",
+    "algorithm.kl.coefficient": 0.0,
+    "algorithm.dynamic_sampling.enabled": False,
+    "algorithm.overlong.filter": True,
+    "asynchrony.mode": "full",
+    "asynchrony.max_staleness": 1,
+    "data.mini_batch_prompts": None,
+    "data.samples_per_prompt": 8,
+    "data.shuffle": False,
+    "rollout.engines": 32,
+    "rollout.tensor": 2,
+    "rollout.memory_fraction": 0.8,
+    "rollout.max_length": 131072,
+    "rollout.sampling.temperature": 1.0,
+    "rollout.sampling.top_p": 1.0,
+    "rollout.sampling.top_k": -1,
+    "evaluation.before": False,
+    "checkpoint.every": 5,
+    "checkpoint.keep": 2,
+}
+"""Settings of both stages of NeMo-RL's recipe and of the files that the recipe extends."""
 
 RUNS: dict[str, Run] = {
     "searchr1_30b": Run(
@@ -243,6 +310,70 @@ RUNS: dict[str, Run] = {
             "evaluation.before": False,
         },
     ),
+    "swe_8b": Run(
+        "SkyRL 65a1db5, examples/sky/swebench/run_skyrl_agent_qwen8b_nt.sh",
+        {
+            **SKYRL_AGENT,
+            "model.path": "models/Qwen3-8B",
+            **gpus(1, 8, 8, 1, 0.8),
+            "rollout.max_turns": 25,
+            "rollout.max_input_tokens": 31232,
+            "rollout.max_length": 31232 + 1536,
+            "rollout.sampling.max_tokens": 1536,
+            "rollout.sampling.top_k": 20,
+            "rollout.chat_template_options.enable_thinking": False,
+            "environment.slots": 64,
+        },
+    ),
+    "swe_14b": Run(
+        "SkyRL 65a1db5, examples/sky/swebench/run_skyrl_agent_qwen14b_t.sh",
+        {
+            **SKYRL_AGENT,
+            "model.path": "models/Qwen3-14B",
+            **gpus(1, 8, 4, 2, 0.8),
+            "algorithm.advantage": "gae",
+            "algorithm.gamma": 1.0,
+            "algorithm.gae.lam": 1.0,
+            "algorithm.whiten": "batch",
+            "algorithm.clip_high": 0.28,
+            "algorithm.entropy.coefficient": 0.001,
+            "critic.value_clip": 0.5,
+            "critic.warmup_steps": 0,
+            "critic.epochs": 1,
+            "critic.optimizer.lr": 1e-5,
+            "critic.optimizer.weight_decay": 0.01,
+            "critic.optimizer.clip_grad": 1.0,
+            "rollout.max_turns": 35,
+            "rollout.max_input_tokens": 31744,
+            "rollout.max_length": 31744 + 3072,
+            "rollout.sampling.max_tokens": 3072,
+            "environment.slots": 192,
+        },
+    ),
+    "swe_30b": Run(
+        "NeMo-RL 7ea279a, examples/nemo_gym/grpo_qwen3_30ba3b_thinking_swe2.yaml",
+        {
+            **NEMO_RL,
+            "model.path": "models/Qwen3-30B-A3B-Thinking-2507",
+            **megatron(4, pipeline=2, context=4, expert=8),
+            "data.prompts_per_step": 8,
+            "rollout.max_turns": 200,
+            "rollout.trajectory_timeout_s": 1800,
+            "environment.options.swe.command_timeout_s": 300,
+            "environment.options.swe.test_timeout_s": 1200,
+        },
+    ),
+    "swe_30b_pivot": Run(
+        "NeMo-RL 7ea279a, examples/nemo_gym/grpo_qwen3_30ba3b_thinking_swe1.yaml",
+        {
+            **NEMO_RL,
+            "model.path": "models/Qwen3-30B-A3B-Thinking-2507",
+            **megatron(2, pipeline=2, context=4, expert=8),
+            "data.prompts_per_step": 64,
+            "rollout.max_turns": 1,
+            "environment.options.tool_choice.similarity": 0,
+        },
+    ),
     "gsm8k": Run("SkyRL 9b878cd, skyrl-train/examples/gsm8k/run_gsm8k.sh", {**GSM8K, "checkpoint.resume": False}),
     "multiply": Run("SkyRL 9b878cd, skyrl-train/examples/multiply/run_multiply.sh", GSM8K),
 }
@@ -252,7 +383,15 @@ LOSS_SAME = "activations are computed again or kept: the loss is the same, only 
 GRAPHS = "the published scripts rule graphs out for an instability of their vLLM; here engines use them on GPUs"
 CONTINUES = "a run that was stopped continues from its checkpoint; one that was not never reads it"
 DISK = "checkpoints with the optimizer's state are large, and the newest is the one to continue from"
+HALF_LENGTH = "half of the length, on a quarter of the nodes"
 TABLE_SAYS = "the published table says 8 H100s; the script of its commit has two nodes"
+HALVED = {
+    "cluster.nodes": Deviation(4, HALF_LENGTH),
+    "policy.ranks": Deviation(16, HALF_LENGTH),
+    "policy.layout.pipeline": Deviation(1, HALF_LENGTH),
+    "rollout.engines": Deviation(8, HALF_LENGTH),
+    "rollout.max_length": Deviation(65536, HALF_LENGTH),
+}
 
 DEVIATIONS: dict[str, dict[str, Deviation]] = {
     "searchr1_30b": {
@@ -276,6 +415,13 @@ DEVIATIONS: dict[str, dict[str, Deviation]] = {
     "dapo_4b_one_node": {
         "rollout.eager": Deviation(None, GRAPHS),
     },
+    "swe_8b": {},
+    "swe_14b": {
+        "cluster.nodes": Deviation(2, "the critic has GPUs of its own"),
+        "policy.ranks": Deviation(8, "the critic has GPUs of its own"),
+    },
+    "swe_30b": HALVED,
+    "swe_30b_pivot": HALVED,
     "gsm8k": {
         "policy.recompute": Deviation("none", LOSS_SAME),
         "checkpoint.resume": Deviation(True, CONTINUES),

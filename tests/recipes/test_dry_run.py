@@ -19,6 +19,8 @@ from tests.support.recipes import GPU_RECIPES, RECIPES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
+LONG = ("swe_8b", "swe_14b", "swe_30b", "swe_30b_pivot")
+"""Recipes with sequences of 32k tokens and more; few are of the maximum length."""
 SECONDS = 20.0
 """Limit of this process's CPU seconds for a dry run."""
 
@@ -89,7 +91,7 @@ def test_every_recipe_leaves_memory(
     left = v["gpu_memory"] - max(rank["memory"]["peak"] for rank in v["policy"])
     assert (v["shared"]["margin"] if v["shared"] else left) >= GIB
     assert [note for note in v["notes"] if note.startswith("tight")] == []
-    assert v["engines"]["at_once"] >= 30, "sequences of the longest, in the cache at once"
+    assert v["engines"]["at_once"] >= (8 if file.stem in LONG else 30), "sequences of the longest, in the cache at once"
 
 
 def test_there_are_recipes_for_gpus() -> None:
@@ -148,5 +150,7 @@ def test_groups_are_exchanged_on_the_command_line() -> None:
     config = compose(CONFIGS / "dapo.yaml", ["model=qwen3_4b_base", "cluster=h100_1x8", "algorithm=grpo"])
     assert config.model.path == "models/Qwen3-4B-Base"
     assert (config.cluster.nodes, config.algorithm.dual_clip, config.algorithm.clip_high) == (1, None, 0.2)
-    with pytest.raises(UserError, match=r"task/chess is not in .*; allowed is dapo_math, gsm8k, searchr1, skyrl_sql$"):
+    with pytest.raises(
+        UserError, match=r"task/chess is not in .*; allowed is dapo_math, .*, skyrl_sql, swe, swe_pivot$"
+    ):
         compose(CONFIGS / "dapo.yaml", ["task=chess"])

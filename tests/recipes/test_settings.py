@@ -126,7 +126,7 @@ SIZE = {
         "cluster.gpus_per_node",
         "cluster.shared",
     ),
-    *("cluster.gpu_memory_gib", "cluster.host_memory_gib", "cluster.start_timeout_s"),
+    *("cluster.gpu_memory_gib", "cluster.host_memory_gib", "cluster.cores_per_node", "cluster.start_timeout_s"),
     *("model.path", "model.dtype", "model.max_length", "policy.ranks", "policy.recompute", "policy.micro_tokens"),
     *("policy.logit_chunk", "policy.layout.tensor", "policy.layout.pipeline", "policy.layout.expert"),
     *("policy.optimizer.lr", "policy.optimizer.warmup_steps", "algorithm.importance_cap"),
