@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -21,8 +22,8 @@ PREFIX = "skyrl-mega"
 LABEL = "skyrl-mega.owner"
 """Label of a container with the name of the process that started the container (`owner`)."""
 
-_guards: dict[tuple[int, tuple[str, ...]], subprocess.Popen[bytes]] = {}
-_lock = threading.Lock()
+START_S = 30.0
+"""Time limit in seconds for the start of a reaper."""
 
 
 def owner() -> str:
@@ -51,15 +52,25 @@ def guard(listing: Sequence[str], removal: Sequence[str]) -> bool:
     """
     key = (os.getpid(), tuple(listing))
     with _lock:
-        running = _guards.get(key)
-        if running is not None and running.poll() is None:
+        if key in _guards and _guards[key].is_alive():
             return False
-        request = reaper.request_of(os.getpid(), listing, removal)
+        _guards[key] = _Guard(reaper.request_of(os.getpid(), listing, removal))
+    return True
+
+
+class _Guard:
+    """A running reaper. It acts when this process ends, which closes `stdin`.
+
+    Raises:
+        InfrastructureFault: The reaper cannot be started.
+    """
+
+    def __init__(self, request: str) -> None:
         try:
-            _guards[key] = subprocess.Popen(
+            starter = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, request],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env=client_variables(),
@@ -67,7 +78,22 @@ def guard(listing: Sequence[str], removal: Sequence[str]) -> bool:
             )
         except OSError as error:
             raise InfrastructureFault(f"the reaper of containers cannot be started: {error.strerror}") from error
-    return True
+        assert starter.stdin is not None and starter.stdout is not None
+        self.stdin = starter.stdin
+        with starter.stdout as output:
+            printed = output.readline() if select.select([output], [], [], START_S)[0] else b""
+        try:
+            self.process = os.pidfd_open(int(printed))
+        except (ValueError, ProcessLookupError) as error:
+            raise InfrastructureFault("the reaper of containers ended as it started") from error
+        finally:
+            if not printed:
+                starter.kill()
+            starter.wait()
+
+    def is_alive(self) -> bool:
+        """Returns True if the reaper runs."""
+        return not select.select([self.process], [], [], 0)[0]
 
 
 def _place() -> str:
@@ -79,3 +105,7 @@ def _place() -> str:
 def host() -> str:
     """Returns the name of this machine as a label's value, for people."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip("-.")[:63] or "unknown"
+
+
+_guards: dict[tuple[int, tuple[str, ...]], _Guard] = {}
+_lock = threading.Lock()

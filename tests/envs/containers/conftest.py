@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ def own_notes_and_no_reaper_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(images, "NOTES", tmp_path / "notes")
     monkeypatch.setattr(owner, "_guards", {})
     yield
-    for reaper in owner._guards.values():
-        reaper.kill()
-        reaper.communicate()
+    for guard in owner._guards.values():
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(guard.process, signal.SIGKILL)
+        os.close(guard.process)
+        guard.stdin.close()

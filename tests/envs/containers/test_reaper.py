@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,19 +69,25 @@ def ignored(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
 
 
+def children(pid: int) -> list[int]:
+    """Returns the children of all threads of a process."""
+    return [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
+
+
 def test_a_reaper_ignores_the_signals_of_a_job_that_ends(tmp_path: Path) -> None:
     removed = tmp_path / "removed"
     listing = ["sh", "-c", f"test -e {removed} || echo box"]
     request = reaper.request_of(os.getpid(), listing, ["sh", "-c", f'echo "$0" > {removed}'])
-    process = subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, request], stdin=subprocess.PIPE)
-    assert wait_until(lambda: ignored(process.pid) & 0x4003 == 0x4003)  # SIGHUP, SIGINT, SIGTERM
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)
-    assert process.stdin is not None and process.poll() is None
-    process.stdin.close()  # the owner ends
+    guard = owner._Guard(request)
+    pid = int(re.search(r"Pid:\t(\d+)", Path(f"/proc/self/fdinfo/{guard.process}").read_text())[1])  # type: ignore[index]
+    assert wait_until(lambda: ignored(pid) & 0x4003 == 0x4003)  # SIGHUP, SIGINT, SIGTERM
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGHUP)
+    assert guard.is_alive() and pid not in children(os.getpid())  # Ray kills children of its workers
+    guard.stdin.close()  # the owner ends
     assert wait_until(lambda: removed.exists() and removed.read_text() == "box\n")
-    process.kill()
-    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not guard.is_alive())
 
 
 def test_a_failing_listing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
