@@ -7,6 +7,8 @@ ENVIRONMENT_WORKERS = 64
 """Default of `environment.workers`: concurrent environment calls."""
 CONTAINERS = 64
 """Default of the option `containers`: concurrent containers of each process that runs trajectories."""
+CONTAINER_LIFETIME_S = 7200
+"""Default of the option `lifetime_s`: seconds after which a container ends by itself."""
 SYNC_BUCKETS = 3
 """Maximum number of weight sync buckets per process: sent, received and forwarded together."""
 ENGINE_STEP_TOKENS = 8192

@@ -17,8 +17,8 @@ def environment_slots(environment: EnvironmentConfig) -> int | None:
     The limit is `environment.slots`. With containers, it is at most the number of containers of all processes that run
     trajectories: an open environment has a container, and must not wait for another environment to end.
     """
-    chosen = container_options(environment.options)
-    limits = [int(given.get("containers", CONTAINERS)) * max(1, environment.processes) for _, _, given in chosen]
+    chosen = [whole(given, "containers", CONTAINERS) for _, _, given in container_options(environment.options)]
+    limits = [containers * max(1, environment.processes) for containers in chosen]
     return min([*limits, *([environment.slots] if environment.slots is not None else [])], default=None)
 
 
@@ -37,3 +37,10 @@ def container_options(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Ma
     ):
         if runtime and runtime != "local" and ":" not in runtime:  # a class of the user has limits of its own
             yield f"environment.options.{key}", runtime, chosen or {}
+
+
+def whole(options: Mapping[str, Any], name: str, default: int) -> int:
+    """Returns an option that is a whole number; the default for a missing or wrong value, which the environment itself
+    refuses."""
+    value = options.get(name, default)
+    return value if isinstance(value, int) else default

@@ -10,7 +10,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_environment
 from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.derived import on_driver_node, share_of
-from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
+from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RolloutConfig, RunConfig
 from skyrl_mega.envs.containers import pool
 
 
@@ -52,6 +52,13 @@ def test_no_more_environments_are_open_than_there_are_containers() -> None:
     config = Config(run=RunConfig(deterministic=True), environment=EnvironmentConfig(options={"swe": swe}))
     with pytest.raises(UserError, match=r"containers at once are limited; give run.deterministic=false"):
         check_environment(config)
+
+
+def test_a_container_outlives_its_trajectory() -> None:
+    environment = EnvironmentConfig(options={"swe": {"session": "podman", "session_options": {"lifetime_s": 600}}})
+    with pytest.raises(UserError, match=r"swe.session_options.lifetime_s = 600: .* is 600; give 2400"):
+        check_environment(Config(environment=environment, rollout=RolloutConfig(trajectory_timeout_s=600)))
+    check_environment(Config(environment=environment, rollout=RolloutConfig(trajectory_timeout_s=599)))
 
 
 @pytest.mark.parametrize(("total", "among"), [(64, 2), (64, 3), (7, 4), (2, 5)])

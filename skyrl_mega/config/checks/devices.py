@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from skyrl_mega.common.limits import CONTAINER_LIFETIME_S
 from skyrl_mega.config.checks.engines import check_engines, check_topology
-from skyrl_mega.config.containers import environment_slots
+from skyrl_mega.config.containers import container_options, environment_slots, whole
 from skyrl_mega.config.derived import (
     DETERMINISTIC,
     critic_ranks,
@@ -87,8 +88,9 @@ def check_deterministic(c: Config) -> Refusals:
 
 @raising
 def check_environment(c: Config) -> Refusals:
-    """Raises a UserError for more rollout workers than slots or threads, two environments for the same rows, or a
-    deterministic run with rollout workers, limited slots or containers."""
+    """Raises a UserError for more rollout workers than slots or threads, two environments for the same rows, a
+    deterministic run with rollout workers, limited slots or containers, or containers that end before their
+    trajectory."""
     yield from c.environment.refusals()
     waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
     fix = "leave it out, or give run.deterministic=false"
@@ -98,6 +100,11 @@ def check_environment(c: Config) -> Refusals:
         yield "environment.slots", f"{waves}, so that all have to be open", fix
     elif c.run.deterministic and environment_slots(c.environment) is not None:
         yield "run.deterministic", f"{waves}, and containers at once are limited", "give run.deterministic=false"
+    for key, _, given in container_options(c.environment.options):
+        lifetime, longest = whole(given, "lifetime_s", CONTAINER_LIFETIME_S), c.rollout.trajectory_timeout_s
+        if longest is not None and lifetime <= longest:
+            why = f"a container must outlive its trajectory, and rollout.trajectory_timeout_s is {longest:g}"
+            yield f"{key}.lifetime_s", why, f"give {int(longest) + 1800}", str(lifetime)
 
 
 @raising

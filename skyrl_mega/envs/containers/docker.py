@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.limits import CONTAINER_LIFETIME_S
 from skyrl_mega.envs.containers import images, owner
 from skyrl_mega.envs.containers.docker_container import COMMAND_S, Client, CommandLineContainer
 from skyrl_mega.envs.containers.program import client_variables
@@ -56,7 +57,9 @@ class CommandLineRuntime:
         "images_gib": whole(0, "disk for pulled images, the least recently used are removed; 0 for no limit", low=0),
         "user": text(None, "user of commands; null for the image's"),
         "capabilities": texts(CAPABILITIES, "capabilities of root in a container"),
-        "lifetime_s": whole(7200, "seconds after which a container ends by itself", low=10, high=30 * 86400),
+        "lifetime_s": whole(
+            CONTAINER_LIFETIME_S, "seconds after which a container ends by itself", low=10, high=30 * 86400
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers import images
 from skyrl_mega.envs.containers.docker import Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
-from tests.support.containers import IMAGE, podman, podman_options, remove_store
+from tests.support.containers import IMAGE, PROGRAMS, image_archive, podman, podman_options, remove_store
+from tests.support.image_registry import image_registry
 
 ROOT = Path(__file__).parents[3]
 
@@ -236,6 +239,34 @@ def test_containers_of_an_owner_killed_with_its_reaper_are_removed_by_the_next_o
         capture_output=True,
     )
     assert name not in names(options)
+
+
+@pytest.mark.nightly
+def test_images_are_pulled_from_a_registry_and_make_room(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "PAUSES_S", (0.1, 0.1))
+    with image_registry(image_archive(PROGRAMS), failures=1) as (port, asked):
+        (tmp_path / "registries.conf").write_text(f'[[registry]]\nlocation = "127.0.0.1:{port}"\ninsecure = true\n')
+        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(tmp_path / "registries.conf"))
+        runtime, image = Podman({**options, "images_gib": 1}), f"127.0.0.1:{port}/one:1"
+        runtime.pull(image, 60)
+        requests = len(asked)
+        runtime.pull(image, 60)
+        assert len(asked) == requests
+        with pytest.raises(UserError, match="manifest unknown"):
+            runtime.pull(f"127.0.0.1:{port}/one:2", 60)
+    with pytest.raises(InfrastructureFault, match="connection refused"):
+        runtime.pull(f"127.0.0.1:{port}/one:3", 60)
+    container = runtime.start(image, 60)
+    monkeypatch.setattr(images, "IDLE_S", -1.0)
+    images.make_room(runtime, 0)
+    assert runtime.image_facts(image) and runtime.image_facts(IMAGE)  # in use, and not pulled by us
+    container.remove(60)
+    images.make_room(runtime, 0)
+    assert not runtime.image_facts(image) and runtime.image_facts(IMAGE)
+    with pytest.raises(UserError, match="did not resolve to an alias"):
+        runtime.pull("nothing", 60)
 
 
 @pytest.mark.nightly
