@@ -101,7 +101,7 @@ end=$((${{now%.*}}${{now#*.}} + ticks))
         kill -0 $$ || why=ended  # the shell was killed: its output must not stay open
         read -r now rest </proc/uptime
         [ "${{now%.*}}${{now#*.}}" -lt $end ] || why=timeout
-        for file in out err; do [ "$(stat -c %s "$folder/$file")" -le "$limit" ] || why=output; done
+        for file in out err; do [ "$(stat -c %s "$folder/$file")" -gt "$limit" ] && why=output; done
         if [ -n "$why" ]; then
             echo $why >"$folder/why"
             read -r main <"$folder/main" && kill -9 "$main" && exit  # else it has not yet started
@@ -135,8 +135,8 @@ fi
 """
 _UNPACK = """
 exec 2>/dev/null
-umask 077
-mkdir -p "$0"
+why=
+(umask 077; mkdir -p "$0")
 cat >"$0/all" || why=full
 if [ -n "$why" ] || [ "$(stat -c %s "$0/all")" != "$2" ]; then rm -rf "$0"; echo "${0##*/} 1 ${why:-lost} 0 0"; exit; fi
 head -c "$1" "$0/all" >"$0/run"
@@ -214,8 +214,10 @@ class RemoteCall:
         fields = header.split()
         if not found or len(fields) != 4 or not all(f.isdigit() and len(f) < 16 for f in (fields[0], *fields[2:])):
             raise BrokenReply("there is no result")
-        code, (out, err) = int(fields[0]), (min(int(f), self.limit) for f in fields[2:])
-        why = fields[1].decode(errors="replace")
+        code, sizes, why = int(fields[0]), [int(size) for size in fields[2:]], fields[1].decode(errors="replace")
+        if why == "ended" and max(sizes) > self.limit:  # ended before a look at the sizes
+            why = "output"
+        out, err = (min(size, self.limit) for size in sizes)
         if why in ("lost", "full"):
             return RemoteReply(code, why, 0, 0, b"", b"")
         if self.text:

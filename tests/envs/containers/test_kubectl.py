@@ -50,6 +50,13 @@ def box(cluster: Path) -> Iterator[KubectlContainer]:
     container.remove(20)
 
 
+def present_umask() -> int:
+    """Returns the mask of new files of this process, which the fake client's programs inherit."""
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return mask
+
+
 def edit(cluster: Path, container: KubectlContainer, **facts: Any) -> dict[str, Any]:
     """Changes the facts of a pod and returns them."""
     file = cluster / f"{container.name}.pod"
@@ -69,6 +76,8 @@ def test_programs_in_a_pod(box: KubectlContainer) -> None:
     late = box.run(["sh", "-c", "setsid sleep 987 & sleep 987"], 0.5)
     assert (late.status, late.exit) == ("timeout", None)
     assert box.run(["yes"], 20, limit=1001).status == "output"
+    assert box.run(["seq", "1000"], 20, limit=10).status == "output"
+    assert box.run(["sh", "-c", "umask"], 20).stdout == f"{present_umask():04o}\n".encode()
     assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
     assert box.run(["sh", "-c", "ls -A /tmp | wc -l"], 20).stdout == b"1\n"
 
