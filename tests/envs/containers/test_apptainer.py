@@ -71,17 +71,17 @@ def test_programs_in_an_instance(state: Path, start: Start) -> None:
     assert box.run(["pwd"], 20, folder="/usr/bin").stdout == b"/usr/bin\n"
     assert box.run(["pwd"], 20, folder="/nowhere").exit == 126
     assert box.run(["yes"], 20, limit=1001).status == "output"
-    late = box.run(["sh", "-c", "setsid sleep 987 & sleep 987"], 0.5)
+    late = box.run(["sh", "-c", "setsid sleep 98765432 & sleep 98765432"], 0.5)
     assert (late.status, late.exit) == ("timeout", None)
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
 
 
 def test_processes_survive_until_they_are_ended(start: Start) -> None:
     box = start()
-    assert box.run(["sh", "-c", "setsid sleep 987 >/dev/null 2>&1 & exit 0"], 20).status == "ok"
-    assert b"987" in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert box.run(["sh", "-c", "setsid sleep 98765432 >/dev/null 2>&1 & exit 0"], 20).status == "ok"
+    assert b"98765432" in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
     box.end_processes(20)
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
 
 
 def test_an_exit_code_of_the_clients_own_is_no_fault(start: Start) -> None:

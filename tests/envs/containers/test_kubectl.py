@@ -73,12 +73,12 @@ def test_programs_in_a_pod(box: KubectlContainer) -> None:
     assert (ran.status, ran.exit, ran.stderr) == ("failed", 3, b"/usr\n'b kept\n")
     assert ran.stdout == data
     assert box.run(["pwd"], 20, folder="/usr/bin").stdout == b"/usr/bin\n"
-    late = box.run(["sh", "-c", "setsid sleep 987 & sleep 987"], 0.5)
+    late = box.run(["sh", "-c", "setsid sleep 98765432 & sleep 98765432"], 0.5)
     assert (late.status, late.exit) == ("timeout", None)
     assert box.run(["yes"], 20, limit=1001).status == "output"
     assert box.run(["seq", "1000"], 20, limit=10).status == "output"
     assert box.run(["sh", "-c", "umask"], 20).stdout == f"{present_umask():04o}\n".encode()
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
     assert box.run(["sh", "-c", "ls -A /tmp | wc -l"], 20).stdout == b"1\n"
 
 
@@ -88,10 +88,10 @@ def test_secrets_of_a_program_stay_out_of_process_lists(cluster: Path, box: Kube
 
 
 def test_the_policy_kills_the_shell(box: KubectlContainer) -> None:
-    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 987"], 20)
+    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 98765432"], 20)
     assert (ran.status, ran.exit) == ("failed", None)
     box.end_processes(20)
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
 
 
 def test_too_much_memory_is_the_policys_failure(cluster: Path, box: KubectlContainer) -> None:

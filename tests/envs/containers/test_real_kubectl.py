@@ -75,10 +75,10 @@ def test_programs_in_a_pod(box: KubectlContainer) -> None:
     )
     assert (ran.status, ran.exit, ran.stderr) == ("failed", 3, b"/usr\n'b kept\n")
     assert ran.stdout == data
-    late = box.run(["sh", "-c", "setsid sleep 987 & sleep 987"], 1)
+    late = box.run(["sh", "-c", "setsid sleep 98765432 & sleep 98765432"], 1)
     assert (late.status, late.exit) == ("timeout", None)
     assert box.run(["yes"], 20, limit=1001).status == "output"
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
 
 
 def test_a_quiet_program_keeps_its_connection(box: KubectlContainer) -> None:
@@ -86,10 +86,10 @@ def test_a_quiet_program_keeps_its_connection(box: KubectlContainer) -> None:
 
 
 def test_the_policy_kills_the_shell(box: KubectlContainer) -> None:
-    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 987"], 20)
+    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 98765432"], 20)
     assert (ran.status, ran.exit) == ("failed", None)
     box.end_processes(20)
-    assert b"987" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
 
 
 def test_a_deleted_pod_is_a_fault(runtime: Kubectl) -> None:

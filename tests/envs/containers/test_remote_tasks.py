@@ -79,7 +79,7 @@ def test_a_repair_is_paid_and_nothing_else(runtime: str, tmp_path: Path, monkeyp
         env: Any = make("swe", row, config, 4)
         try:
             env.init([{"role": "user", "content": "Repair last."}])
-            shown = env.step(f"<bash>{command}; cat tools.py; (sleep 987 &)</bash>")["observations"][0]["content"]
+            shown = env.step(f"<bash>{command}; cat tools.py; (sleep 98765432 &)</bash>")["observations"][0]["content"]
             assert "def last" in shown
             output = env.step("<submit/>")
         finally:

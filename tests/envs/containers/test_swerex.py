@@ -96,9 +96,9 @@ def test_folder_variables_and_those_of_the_image(container: SweRexContainer) -> 
 
 
 def test_a_late_program_is_ended(container: SweRexContainer) -> None:
-    ran = container.run(["sleep", "987"], 0.5)
+    ran = container.run(["sleep", "98765432"], 0.5)
     assert (ran.status, ran.exit) == ("timeout", None)
-    assert b"987" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
+    assert b"98765432" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
 
 
 def test_a_program_with_too_much_output_is_ended(container: SweRexContainer) -> None:
@@ -112,10 +112,12 @@ def test_a_quick_program_with_too_much_output(container: SweRexContainer) -> Non
 
 
 def test_no_process_survives_a_program(container: SweRexContainer) -> None:
-    hidden = "import os,time; open('/proc/self/comm','w').write(') S 1 1'); os.fork(); os.setsid(); time.sleep(987)"
+    hidden = (
+        "import os,time; open('/proc/self/comm','w').write(') S 1 1'); os.fork(); os.setsid(); time.sleep(98765432)"
+    )
     ran = container.run(["sh", "-c", f'nohup setsid {sys.executable} -c "{hidden}" & sleep 0.5; exit 0'], 20)
     assert ran.status == "ok"
-    assert b"987" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
+    assert b"98765432" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
 
 
 def test_processes_without_end_are_killed(container: SweRexContainer) -> None:
@@ -125,10 +127,10 @@ def test_processes_without_end_are_killed(container: SweRexContainer) -> None:
 
 
 def test_a_killed_shell_is_the_policys_failure(container: SweRexContainer) -> None:
-    ran = container.run(["sh", "-c", "kill -9 $PPID; sleep 987"], 20)
+    ran = container.run(["sh", "-c", "kill -9 $PPID; sleep 98765432"], 20)
     assert (ran.status, ran.exit) == ("failed", None)
     container.end_processes(20)
-    assert b"987" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
+    assert b"98765432" not in sh(container, "cat /proc/[0-9]*/cmdline 2>/dev/null || true")
 
 
 def test_a_missing_program_or_folder_fails(container: SweRexContainer) -> None:
@@ -136,7 +138,7 @@ def test_a_missing_program_or_folder_fails(container: SweRexContainer) -> None:
     assert container.run(["true"], 20, folder="/no/such/folder").exit == 126
 
 
-@pytest.mark.parametrize("size", [2 * inside.PIECE + 5, inside.PIECE])
+@pytest.mark.parametrize("size", [2 * inside.PIECE + 5, pytest.param(inside.PIECE, marks=pytest.mark.nightly)])
 def test_large_outputs_come_in_pieces(container: SweRexContainer, size: int) -> None:
     ran = container.run(["sh", "-c", f"head -c {size} /dev/zero; head -c 7 /dev/zero >&2"], 60, limit=2**26)
     assert (len(ran.stdout), ran.stderr) == (size, b"\0" * 7)
