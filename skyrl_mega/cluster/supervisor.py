@@ -34,6 +34,10 @@ GUARDS_S = 5.0
 """Seconds until processes left by a normally ended driver, such as guards, must be gone."""
 END_S = 10.0
 """Time limit in seconds for the kernel to end killed processes."""
+CLEANER = "skyrl-cleaner"
+"""Process name of a descendant that removes what its owner has left outside of processes, such as containers."""
+CLEANERS_S = 60.0
+"""Seconds for the cleaners after the end of all other processes of a killed driver."""
 
 
 class Supervisor:
@@ -88,7 +92,7 @@ class Supervisor:
             else:
                 self._signalled(signal.Signals(number))
         killed = self.status is None or os.WIFSIGNALED(self.status)
-        clear(0.0 if killed else GUARDS_S, self._reap, self.existing_shm)
+        clear(0.0 if killed else GUARDS_S, CLEANERS_S if killed else 0.0, self._reap, self.existing_shm)
         for path in self.channel.unremoved_paths():
             try:
                 temporary_files.remove(path)
@@ -152,12 +156,14 @@ class Supervisor:
         return FAULT
 
 
-def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -> None:
+def clear(patience_s: float, cleaners_s: float, reap: Callable[[], None], existing_shm: set[int]) -> None:
     """Waits for all descendants of this process, a subreaper, to end, kills the rest, and removes shared memory that
-    only the killed processes mapped. Returns at most `END_S` seconds after the first kill, even if processes remain.
+    only the killed processes mapped. Returns at most `END_S` + `cleaners_s` seconds after the first kill, even if
+    processes remain.
 
     Args:
         patience_s: Seconds to wait before the rest is killed.
+        cleaners_s: Seconds for processes named `CLEANER`, and for their children, before these are killed too.
         reap: Reaps ended children.
         existing_shm: `reaper.numbers` of the shared memory from before the descendants.
     """
@@ -165,18 +171,43 @@ def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -
     while descendants() and monotonic() < deadline:
         reap()
         sleep(0.02)
+    spared = cleaners if cleaners_s else set
     stopped: set[int] = set()
-    while new := descendants() - stopped:  # stop all before killing, so that none can create anything new
+    while new := descendants() - spared() - stopped:  # stop all before killing, so that none can create anything new
         _send(new, signal.SIGSTOP)
         stopped |= new
     names = reaper.shared_memory(list(stopped))
     deadline = monotonic() + END_S
-    while (alive := descendants()) and monotonic() < deadline:
+    while (alive := descendants() - spared()) and monotonic() < deadline:
         _send(alive, signal.SIGKILL)
         reap()
         sleep(0.02)
+    _await_cleaners(cleaners_s, reap)
     reap()
     reaper.unlink(names, existing_shm)
+
+
+def _await_cleaners(seconds: float, reap: Callable[[], None]) -> None:
+    """Waits for the cleaners to end, and kills all descendants afterwards."""
+    if seconds and cleaners():
+        _say(f"removing containers, for at most {seconds:.0f} s")
+        deadline = monotonic() + seconds
+        while cleaners() and monotonic() < deadline:
+            reap()
+            sleep(0.1)
+        _send(descendants(), signal.SIGKILL)
+
+
+def cleaners() -> set[int]:
+    """Returns the ids of the descendants named `CLEANER`, and of all their descendants."""
+    named = set()
+    for pid in descendants():
+        try:
+            with open(f"/proc/{pid}/comm") as name:
+                named |= {pid} if name.read().strip() == CLEANER else set()
+        except OSError:  # ended in the meantime
+            continue
+    return named | _below(named)
 
 
 def descendants() -> set[int]:
@@ -185,6 +216,10 @@ def descendants() -> set[int]:
     A killed process may look like a zombie while some threads still hold ports and memory; this process reaps all
     descendants in the end.
     """
+    return _below({os.getpid()})
+
+
+def _below(ancestors: set[int]) -> set[int]:
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -194,7 +229,7 @@ def descendants() -> set[int]:
                 parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
         except OSError:  # ended in the meantime
             continue
-    result, wave = set(), {os.getpid()}
+    result, wave = set(), set(ancestors)
     while wave := {pid for pid, parent in parents.items() if parent in wave}:
         result |= wave
     return result

@@ -327,3 +327,33 @@ def test_ctrl_c_in_a_terminal_reaches_the_supervisor(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
     plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", seen).replace("\r", "")
     assert plain.endswith("stopped by SIGINT; the same command goes on\n") and "\x1b[?25h" in seen
+
+
+CLEANS = """
+cleaner = '''
+import subprocess, sys
+open("/proc/self/comm", "w").write("skyrl-cleaner")
+print("named", flush=True)
+sys.stdin.read()
+subprocess.run(["sh", "-c", "sleep 1; touch removed"], check=True)
+'''
+process = subprocess.Popen(
+    [sys.executable, "-c", cleaner], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+)
+process.stdout.readline()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("whom", ["supervisor", "driver"])
+def test_a_cleaner_ends_its_work_after_a_signal(tmp_path: Path, whom: str) -> None:
+    process = start(tmp_path, LEAVES.replace('print("ready", flush=True)', "pass").split("    os.wait()")[0] + CLEANS)
+    if whom == "supervisor":
+        process.terminate()
+    else:
+        os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]), signal.SIGKILL)
+    code, _, errors = end(process)
+    assert code == (75 if whom == "supervisor" else 1)
+    assert "removing containers, for at most 60 s" in errors
+    assert (tmp_path / "removed").exists() and living(tmp_path) == []

@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+CLEANER = "skyrl-cleaner"
+"""Name of this process."""
 ROUND_S = 1.0
 """Seconds between two rounds of removals."""
 QUIET_S = 15.0
@@ -34,7 +36,10 @@ AT_ONCE = 20
 
 
 def wait_for(owner: int) -> None:
-    """Waits for the end of a process, or for end of file on standard input."""
+    """Waits for the end of a process, or for end of file on standard input. From then on this process has a name by
+    which a supervisor spares it (`cluster.supervisor.CLEANER`)."""
+    with open("/proc/self/comm", "w") as name:
+        name.write(CLEANER)
     with contextlib.suppress(ProcessLookupError):  # already gone
         select.select([0, os.pidfd_open(owner)], [], [])
 
