@@ -65,20 +65,9 @@ LONGEST_S = 300.0
 """Time limit of the interpreter with `swebench`, in seconds."""
 SPECS = """
 import json, sys
-pairs = json.load(sys.stdin)
-try:
-    from swebench.data_specs import get_data_spec
-except ImportError:
-    from swebench.harness.constants import MAP_REPO_VERSION_TO_SPECS
-    get_data_spec = lambda repo, version: MAP_REPO_VERSION_TO_SPECS[repo][version]
-found = []
-for repo, version in pairs:
-    try:
-        spec = get_data_spec(repo, version)
-        found.append([spec["test_cmd"], spec.get("eval_commands", [])])
-    except KeyError:
-        found.append(None)
-print(json.dumps(found))
+from swebench.harness.constants import MAP_REPO_VERSION_TO_SPECS
+specs = [MAP_REPO_VERSION_TO_SPECS.get(repo, {}).get(version) for repo, version in json.load(sys.stdin)]
+print(json.dumps([spec and [spec["test_cmd"], spec.get("eval_commands", [])] for spec in specs]))
 """
 """Program that prints test command and preparing commands of pairs of repository and version."""
 
@@ -94,7 +83,7 @@ def commands_of(form: str, rows: Sequence[Mapping[str, Any]], python: str | None
     Args:
         form: Form of the rows.
         rows: Published rows.
-        python: Interpreter with the package `swebench`; None for commands by the repository.
+        python: Interpreter with the package `swebench` 4; None for commands by the repository.
 
     Raises:
         UserError: The interpreter has no such package.
@@ -164,7 +153,7 @@ def _of_swebench(rows: Sequence[Mapping[str, Any]], python: str) -> list[str | N
             f"it gives no test commands ({''.join(last)})",
             key="--swebench-python",
             value=python,
-            fix="give an interpreter with the package swebench, or leave the option out",
+            fix="give an interpreter with swebench 4 (`pip install swebench==4.1.0`), or leave the option out",
         ) from error
     commands: list[str | None] = []
     for row in rows:

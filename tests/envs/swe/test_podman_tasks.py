@@ -23,9 +23,12 @@ import pluggy
 import pygments
 import pytest
 
+from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.telemetry.metrics import read
 from tests.envs.swe.toys import CHEATS, Toy, opened, shown, write_toys
 from tests.support.containers import IMAGE, image_archive, podman, podman_options, remove_store
+from tests.trainer import quickstart
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
@@ -88,6 +91,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, 
 
 def containers(options: dict[str, Any]) -> list[str]:
     return podman(options["global_arguments"], "ps", "--all", "--format={{.Names}}").stdout.decode().split()
+
+
+def override(value: Any) -> str:
+    """Returns a value in the notation of the launcher's overrides."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {override(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(map(override, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 def test_ten_tasks_are_judged_right(place: Any) -> None:
@@ -160,3 +170,52 @@ def test_a_killed_process_leaves_no_container(place: Any) -> None:
     while containers(options) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert containers(options) == []
+
+
+@pytest.mark.timeout(1800)
+def test_a_killed_run_leaves_no_container_and_runs_again_to_the_end(place: Any, tmp_path: Path) -> None:
+    toys, options = place
+    prepare(f"swe --output {tmp_path / 'rows'} --source {next(iter(toys.values())).tasks}")
+    swe = {
+        "tasks": str(next(iter(toys.values())).tasks),
+        "session": "podman",
+        "session_options": {**options, "containers": 2},
+        "command_timeout_s": 120,
+        "test_timeout_s": 300,
+        "checks": 1,
+    }
+    settings = (
+        "run.name=swe",
+        "run.steps=2",
+        "warmup.steps=2",
+        "evaluation.every=0",
+        "algorithm.dynamic_sampling.enabled=false",
+        "data.prompts_per_step=2",
+        "data.samples_per_prompt=2",
+        f"data.train=[{tmp_path}/rows/train.parquet]",
+        "environment.default=swe",
+        f"environment.options={override({'swe': swe})}",
+        "model.build.max_length=2048",
+        "rollout.max_prompt_tokens=1024",
+        "rollout.max_turns=2",
+        "rollout.env_timeout_s=600",
+    )
+    process = quickstart.start(tmp_path, *settings)
+    deadline = time.monotonic() + 900
+    while not containers(options) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.2)
+    assert containers(options) != []
+    os.kill(quickstart.driver(process), signal.SIGKILL)
+    said, _ = process.communicate(timeout=180)
+    deadline = time.monotonic() + 90
+    while (containers(options) or quickstart.left_over(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert containers(options) == [], said[-3000:]
+    assert quickstart.left_over(tmp_path) == []
+
+    quickstart.finish(tmp_path, *settings)
+    assert containers(options) == []
+    rows = read(tmp_path / "swe" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["rollout/failed_fraction"] == 0 for row in rows), rows
