@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 CLEANER = "skyrl-cleaner"
-"""Name of this process."""
+"""Name of this process, by which a supervisor spares it (`cluster.supervisor.CLEANER`)."""
 ROUND_S = 1.0
 """Seconds between two rounds of removals."""
 QUIET_S = 15.0
@@ -36,10 +36,7 @@ AT_ONCE = 20
 
 
 def wait_for(owner: int) -> None:
-    """Waits for the end of a process, or for end of file on standard input. From then on this process has a name by
-    which a supervisor spares it (`cluster.supervisor.CLEANER`)."""
-    with open("/proc/self/comm", "w") as name:
-        name.write(CLEANER)
+    """Waits for the end of a process, or for end of file on standard input."""
     with contextlib.suppress(ProcessLookupError):  # already gone
         select.select([0, os.pidfd_open(owner)], [], [])
 
@@ -83,6 +80,8 @@ def request_of(owner: int, listing: Sequence[str], removal: Sequence[str]) -> st
 def main(request: str) -> None:
     """Prints the id of a child process and ends. The child waits for the end of the owner in the request, and removes
     the owner's containers."""
+    with open("/proc/self/comm", "w") as name:
+        name.write(CLEANER)
     child = os.fork()
     if child > 0:
         print(child, flush=True)
