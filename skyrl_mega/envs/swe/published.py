@@ -28,12 +28,34 @@ IMAGES = {
 """Form of the rows → names of images, as published."""
 ACTIVATE = ". /opt/miniconda3/bin/activate testbed"
 """Prelude of images with conda's environment `testbed`."""
-FORGET_FUTURE = (
-    "git remote | xargs -r -n 1 git remote remove; git tag | xargs -r git tag -d >/dev/null; "
-    "git for-each-ref --format='%(refname)' refs/remotes refs/stash | xargs -r -n 1 git update-ref -d; "
-    "git reflog expire --expire=now --all; rm -f .git/FETCH_HEAD .git/ORIG_HEAD .git/packed-refs.lock; true"
-)
-"""Command that removes the names of later commits from a repository's history."""
+FORGET_FUTURE = r"""
+set -e
+[ -e .git ] || exit 0
+HOME=$(mktemp -d); export HOME
+git config --global safe.directory '*'
+rest() { git cat-file --batch-all-objects --batch-check='%(objecttype)' | grep -c '^commit$'; }
+forget() {
+  rm -rf "$GIT_DIR"/logs "$GIT_DIR"/worktrees "$GIT_DIR"/*_HEAD "$GIT_DIR"/*.lock "$GIT_DIR"/info/grafts
+  git remote | xargs -r -n 1 git remote remove
+  git update-ref --no-deref HEAD "$(git rev-parse --verify 'HEAD^{commit}')"
+  git for-each-ref --format='option no-deref%0adelete %(refname)' | git update-ref --stdin
+  [ "$(rest)" != "$(git rev-list --count HEAD)" ] || return 0
+  rm -f "$GIT_DIR"/objects/pack/*.keep
+  git repack -a -d -q
+  rm -f "$GIT_DIR"/objects/info/alternates
+  git prune --expire=now
+  [ "$(rest)" = "$(git rev-list --count HEAD)" ] || { echo "$GIT_DIR still has later commits" >&2; exit 1; }
+}
+top=$(git rev-parse --absolute-git-dir)
+export GIT_WORK_TREE=.
+for GIT_DIR in "$top" $(find "$top" -path '*/modules/*' -type d -name objects -prune | sed 's,/objects$,,'); do
+  export GIT_DIR
+  forget
+done
+rm -rf "$HOME"
+"""
+"""Command that removes every commit from a repository, and from its submodules, except the ancestors of HEAD; fails if
+a commit stays."""
 R2E_SETUP = "[ ! -d /r2e_tests ] || { rm -rf r2e_tests; mv /r2e_tests r2e_tests; }"
 INSTRUCTION = """\
 The repository in {folder} has a problem, described below. Change the code so that the problem is solved.

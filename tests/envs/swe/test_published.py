@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.containers.registry import RUNTIMES
-from skyrl_mega.envs.swe.published import changed_paths
+from skyrl_mega.envs.swe.published import FORGET_FUTURE, changed_paths
 from skyrl_mega.envs.swe.task import read_task
 from tests.envs.swe.folder_runtime import PATH
 from tests.envs.swe.toys import RIGHT, TOYS, code, write_toys
@@ -190,3 +191,62 @@ def test_tasks_are_validated_on_this_machine(
     assert "1 of 4 tasks are valid" in said
     [row] = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert row["extra_info"]["task"] == "spread"
+
+
+def git(folder: Path, *words: str) -> str:
+    """Runs git in a folder and returns what it prints."""
+    own = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "protocol.file.allow=always"]
+    return subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def repository_with_a_future(folder: Path) -> Path:
+    """Returns a clone at an early commit: later ones have branches, tags, notes, a submodule, a reflog, or no name."""
+    for name in ("sub", "origin"):
+        (folder / name).mkdir(parents=True)
+        git(folder / name, "init", "-q", "-b", "main")
+        for text in ("early", f"late-{name}"):
+            (folder / name / "file").write_text(text)
+            if name == "origin" and text == "early":
+                git(folder / name, "submodule", "--quiet", "add", str(folder / "sub"), "sub")
+            git(folder / name, "add", "-A")
+            git(folder / name, "commit", "-q", "-m", text)
+    git(folder / "origin", "tag", "-a", "v2", "-m", "v2")
+    git(folder / "origin", "notes", "add", "-m", "a note")
+    git(folder, "clone", "-q", "--recurse-submodules", "origin", "testbed")
+    repo = folder / "testbed"
+    git(repo, "fetch", "-q", "origin", "refs/notes/*:refs/notes/*")
+    git(repo, "checkout", "-q", "HEAD~")
+    git(repo / "sub", "checkout", "-q", "HEAD~")
+    (repo / "file").write_text("kept in the stash")
+    git(repo, "stash", "-q")
+    (repo / "file").write_text("work")
+    return repo
+
+
+def forget(repo: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", "-c", FORGET_FUTURE], cwd=repo, capture_output=True, text=True, check=False)
+
+
+def commits_of(repo: Path) -> list[str]:
+    """Returns the subjects of all stored commits, with or without a name."""
+    objects = git(repo, "cat-file", "--batch-all-objects", "--batch-check=%(objecttype) %(objectname)").splitlines()
+    return [git(repo, "log", "-1", "--format=%s", o.split()[1]) for o in objects if not o.startswith(("blob", "tree"))]
+
+
+def test_no_later_commit_stays_in_the_repository(tmp_path: Path) -> None:
+    repo = repository_with_a_future(tmp_path)
+    assert "late-origin" in commits_of(repo) and "late-sub" in commits_of(repo / "sub")
+    ran = forget(repo)
+    assert ran.returncode == 0, ran.stderr
+    assert commits_of(repo) == ["early"] and commits_of(repo / "sub") == ["early"]
+    assert git(repo, "for-each-ref") == git(repo, "remote") == ""
+    assert git(repo, "diff", "--name-only") == "file\nsub" and (repo / "file").read_text() == "work"
+
+
+def test_a_commit_that_stays_fails_the_start(tmp_path: Path) -> None:
+    repo = repository_with_a_future(tmp_path)
+    git(repo, "repack", "-a", "-d", "-q")
+    [pack] = (repo / ".git" / "objects" / "pack").glob("*.pack")
+    pack.with_suffix(".promisor").touch()  # git never drops objects of such a pack
+    ran = forget(repo)
+    assert ran.returncode != 0 and "still has later commits" in ran.stderr
