@@ -15,6 +15,7 @@ from skyrl_mega.common.limits import CONTAINER_LIFETIME_S
 from skyrl_mega.envs.containers import images, owner
 from skyrl_mega.envs.containers.docker_container import COMMAND_S, Client, CommandLineContainer
 from skyrl_mega.envs.containers.program import client_variables
+from skyrl_mega.envs.containers.removal import start_removal
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, text, texts, whole
@@ -174,7 +175,7 @@ class CommandLineRuntime:
             ready = ran.status == "ok"
         finally:
             if not ready:
-                container.remove(COMMAND_S)
+                start_removal(container).join(COMMAND_S)
         if not ready:
             raise InfrastructureFault(f"no container of {image} starts: {ran.last_line()}")
         return container

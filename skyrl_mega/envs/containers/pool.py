@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from skyrl_mega.common.limits import CONTAINERS
 from skyrl_mega.envs import event_loop
+from skyrl_mega.envs.containers.removal import start_removal
 from skyrl_mega.envs.containers.runtime import Container, Runtime
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, number, whole
@@ -21,6 +22,8 @@ OPTIONS: Mapping[str, Option] = {
     "pull_timeout_s": number(1800.0, "for the pull of an image", above=0, high=86400),
 }
 """Options of the pool, beside the options of the runtime."""
+REMOVAL_S = 30.0
+"""Seconds for which a trajectory waits for the removal of its container; then the removal goes on in the background."""
 MARGIN_S = 300.0
 """Seconds added to the lifetime of a container, after which a slot must have become free."""
 
@@ -137,10 +140,11 @@ class ContainerPlace:
 
     def __init__(self, pool: ContainerPool) -> None:
         self._pool, self._taken = pool, False
+        self._removals: list[threading.Thread] = []
 
     def start(self, image: str, timeout_s: float) -> Container:
         """Pulls the image, if it is missing, and starts a container. The first call waits for the place. The caller
-        removes the container before the next start, and before `close`.
+        calls `remove` before the next start, and before `close`.
 
         Args:
             image: Name of the image.
@@ -156,11 +160,29 @@ class ContainerPlace:
         self._pool.pull(image)
         return self._pool.runtime.start(image, timeout_s)
 
+    def remove(self, container: Container) -> None:
+        """Removes a container of this place. Counts as waiting, and ends after at most `REMOVAL_S` seconds: a slower or
+        failed removal goes on in the background and raises nothing, as the policy can cause both."""
+        removal = start_removal(container)
+        self._removals.append(removal)
+        with waiting():
+            removal.join(REMOVAL_S)
+
     def close(self) -> None:
-        """Gives the place back; may be called again, and before the first start."""
-        if self._taken:
-            self._taken = False
+        """Gives the place back once its containers are gone; does not wait for that. May be called again, and before
+        the first start."""
+        if not self._taken:
+            return
+        self._taken, removals, self._removals = False, self._removals, []
+        if any(removal.is_alive() for removal in removals):
+            threading.Thread(target=self._give_back_after, args=(removals,), daemon=True).start()
+        else:
             self._pool.give_back()
+
+    def _give_back_after(self, removals: list[threading.Thread]) -> None:
+        for removal in removals:
+            removal.join()
+        self._pool.give_back()
 
 
 _slots: dict[tuple[int, str, int], TurnQueue] = {}

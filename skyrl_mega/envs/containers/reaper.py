@@ -30,7 +30,7 @@ container."""
 LONGEST_S = 600.0
 """Seconds after the owner's end at which the reaper gives up; containers then end by their lifetime."""
 COMMAND_S = 60.0
-"""Time limit of a command in seconds."""
+"""Time limit of a listing in seconds."""
 AT_ONCE = 20
 """Maximum number of containers in a removal."""
 
@@ -41,7 +41,7 @@ def wait_for(owner: int) -> None:
         select.select([0, os.pidfd_open(owner)], [], [])
 
 
-def output_of(argv: list[str]) -> list[str] | None:
+def output_of(argv: list[str], timeout_s: float = COMMAND_S) -> list[str] | None:
     """Returns the lines printed by a command; None if the command fails or is late."""
     try:
         done = subprocess.run(
@@ -49,7 +49,7 @@ def output_of(argv: list[str]) -> list[str] | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=COMMAND_S,
+            timeout=timeout_s,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
@@ -68,7 +68,8 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float) -> None:
         elif time.monotonic() - quiet_since >= quiet_s:
             return
         for first in range(0, len(names or ()), AT_ONCE):
-            output_of([*removal, *(names or ())[first : first + AT_ONCE]])
+            left_s = start + LONGEST_S - time.monotonic()  # containers with many files take minutes
+            output_of([*removal, *(names or ())[first : first + AT_ONCE]], max(COMMAND_S, left_s))
         time.sleep(ROUND_S)
 
 

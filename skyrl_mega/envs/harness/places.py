@@ -27,7 +27,6 @@ from skyrl_mega.envs.harness.program import (
     words_of,
 )
 from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult, Workspace
-from skyrl_mega.envs.sandbox.run import GRACE_S
 from skyrl_mega.envs.swe.container_session import ContainerSession
 from skyrl_mega.envs.swe.env import SweEnv
 from skyrl_mega.envs.waiting import waiting
@@ -130,7 +129,7 @@ class ProgramContainer:
         """Removes the container."""
         if self._container is not None:
             container, self._container = self._container, None
-            container.remove(GRACE_S)
+            self._containers.remove(container)
         self._containers.close()
 
     def _opened(self) -> Container:

@@ -37,10 +37,13 @@ class ContainerLost(InfrastructureFault):
 
 
 class Starter(Protocol):
-    """Source of containers, such as the place of a trajectory in a pool."""
+    """Source of containers: the place of a trajectory in a pool."""
 
     def start(self, image: str, timeout_s: float) -> Container:
         """Starts a container of an image, and returns it once commands can run."""
+
+    def remove(self, container: Container) -> None:
+        """Removes a container; a failure is no fault of the trajectory and raises nothing."""
 
 
 class ContainerSession:
@@ -184,11 +187,10 @@ class ContainerSession:
         files.write(self.container, self.task.folder, files_, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Removes the container; may be called again. Counts as waiting."""
+        """Removes the container as `ContainerPlace.remove` does, with the pool's time limit; may be called again."""
         container, self._container = self._container, None
         if container is not None:
-            with waiting():
-                container.remove(max(timeout_s, GRACE_S))
+            self._starter.remove(container)
 
 
 def image_of(task: Task, options: Mapping[str, Any]) -> str:

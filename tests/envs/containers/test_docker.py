@@ -217,6 +217,6 @@ def test_arguments_set_by_the_runtime_are_refused() -> None:
 def test_an_image_is_pulled_once(tmp_path: Path, options: dict[str, Any]) -> None:
     place = make_pool("podman", options, "key").place()
     for _ in range(2):
-        place.start("registry/image:1", 60).remove(60)
+        place.remove(place.start("registry/image:1", 60))
     assert calls(tmp_path, "pull") == [["--quiet", "registry/image:1"]]
     place.close()

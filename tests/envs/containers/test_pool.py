@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.envs.containers import pool as pools
+from skyrl_mega.envs.containers import removal
 from skyrl_mega.envs.containers.pool import ContainerPool, TurnQueue
 from skyrl_mega.envs.event_loop import Pending
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -89,7 +91,7 @@ def test_no_more_than_the_limit_run_at_once_and_none_waits_for_ever() -> None:
                 time.sleep(0.002)
                 with lock:
                     now[0] -= 1
-                box.remove(1)
+                place.remove(box)
             place.close()
             place.close()  # a second close frees no second place
 
@@ -104,16 +106,51 @@ def test_no_more_than_the_limit_run_at_once_and_none_waits_for_ever() -> None:
 def test_a_trajectory_keeps_its_place_between_its_containers() -> None:
     pool = pool_of(1, "kept")
     place = pool.place()
-    place.start("good", 1).remove(1)
+    place.remove(place.start("good", 1))
     other = threading.Thread(target=pool.take)
     other.start()
     waiters(pool._slots, 1)
-    place.start("good", 1).remove(1)  # although another trajectory waits
+    place.remove(place.start("good", 1))  # although another trajectory waits
     assert other.is_alive()
     place.close()
     other.join(30)
     assert not other.is_alive()
     pool.give_back()
+
+
+class StubbornBox(Box):
+    """A container whose first removals fail, until `free` is set."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def remove(self, timeout_s: float) -> None:
+        self.removed += 1
+        if not self.free.is_set():
+            raise InfrastructureFault("too many files")
+
+
+def test_a_slow_removal_is_no_fault_and_keeps_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "REMOVAL_S", 0.05)
+    monkeypatch.setattr(removal, "PAUSE_S", 0.01)
+    pool, box = pool_of(1, "stubborn"), StubbornBox()
+    place = pool.place()
+    place.start("good", 1)
+    place.remove(box)
+    place.close()
+    with pytest.raises(InfrastructureFault, match="no container has ended"):
+        pool._slots.take(0.2)
+    box.free.set()
+    pool._slots.take(30)  # the place is free once the container is gone
+    assert box.removed > 1
+
+
+def test_a_removal_that_never_succeeds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "LONGEST_S", 0.0)
+    monkeypatch.setattr(removal, "PAUSE_S", 0.01)
+    thread = removal.start_removal(StubbornBox())
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_pools_of_a_name_share_the_limit() -> None:

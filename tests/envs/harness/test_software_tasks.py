@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_mega.envs.containers import pool, removal
 from skyrl_mega.envs.containers.registry import RUNTIMES
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.harness import container_program
@@ -90,3 +92,26 @@ def test_a_program_that_cheats_or_fails_or_is_late(make: Callable[..., HarnessEn
         FolderContainer.open_containers[0].remove(1)
         with pytest.raises(InfrastructureFault):
             play(lost, policy)
+
+
+def test_a_container_whose_removal_fails_is_no_fault_and_is_removed_later(
+    make: Callable[..., HarnessEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "REMOVAL_S", 0.0)
+    monkeypatch.setattr(removal, "PAUSE_S", 0.1)
+    tried: set[FolderContainer] = set()
+    remove = FolderContainer.remove
+
+    def failing(container: FolderContainer, timeout_s: float) -> None:
+        if container not in tried:
+            tried.add(container)
+            raise InfrastructureFault("the policy made a million files")
+        remove(container, timeout_s)
+
+    monkeypatch.setattr(FolderContainer, "remove", failing)
+    with answering(code("spread", RIGHT["spread"])) as policy:
+        assert play(make(REPAIR), policy)["reward"] == 1.0
+    deadline = time.monotonic() + 30
+    while FolderContainer.open_containers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert tried and not FolderContainer.open_containers
