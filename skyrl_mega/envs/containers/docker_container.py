@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ ERROR = re.compile(rb"^Error: |^OCI runtime", re.M)
 """Error of podman in standard error, with exit code 125 or 255."""
 DAEMON_ERROR = re.compile(rb"^(?:Error response from daemon|Cannot connect to|error during connect)", re.M)
 """Error of docker in standard error, with exit code 1."""
+WITH_MARK = 'echo "$0" >&2 && exec "$@"'
+"""Script that prints a mark to standard error and becomes the program. With the mark, a failure is the program's, not
+the client's. A policy that replaces `sh` can only hide the mark of its own programs."""
 LONGEST_ARGUMENTS = 120_000
 """Maximum length of all arguments of a command, in bytes; the kernel refuses an argument of 128 KiB."""
 
@@ -87,7 +91,8 @@ class CommandLineContainer:
     ) -> CommandOutput:
         """Runs a program in the container, as the container's user, and waits for its end (`Container.run`).
 
-        If the client seems to have failed, the container is restarted and the program runs once more.
+        If the client has failed before the program's start, the container is restarted, and the program runs in the
+        remaining time.
 
         Raises:
             InfrastructureFault: The container was ended from outside, or the client does not work.
@@ -101,15 +106,18 @@ class CommandLineContainer:
         ]
         if refused := _refuse_arguments([*words, *argv, *keys.values()]):
             return refused
-        words = [*words, self.name, *argv]
+        mark, deadline = secrets.token_hex(16).encode() + b"\n", time.monotonic() + timeout_s
+        words = [*words, self.name, "sh", "-c", WITH_MARK, mark.decode().strip(), *argv]
         for is_last in (False, True):
-            ran = self.client.command(words, timeout_s, stdin=stdin, limit=limit, variables=keys, cancellable=True)
+            left_s, most = max(1.0, deadline - time.monotonic()) if is_last else timeout_s, limit + len(mark)
+            ran = self.client.command(words, left_s, stdin=stdin, limit=most, variables=keys, cancellable=True)
+            has_started, ran = mark in ran.stderr, _without_mark(ran, mark, limit)
             if ran.status in ("timeout", "output"):
                 self.end_processes(COMMAND_S)
                 return self._result_of_all or ran
             if ran.exit is None:
                 raise InfrastructureFault(f"{self.client.words[0]} exec was killed")
-            failed = _client_may_have_failed(ran)
+            failed = not has_started and _client_may_have_failed(ran)
             if (failed or ran.exit == SIGKILLED) and (ended := self._end()) is not None:
                 return ended
             if is_last or not failed:
@@ -209,8 +217,16 @@ def memory_kills() -> int:
     return int(found[1]) if found else 0
 
 
+def _without_mark(ran: CommandOutput, mark: bytes, limit: int) -> CommandOutput:
+    """Returns the result of a program without its mark, and with the limit of output that holds without the mark."""
+    stderr = ran.stderr.replace(mark, b"", 1)
+    if max(len(ran.stdout), len(stderr)) > limit:
+        ran = replace(ran, status="output", exit=None)
+    return replace(ran, stdout=ran.stdout[:limit], stderr=stderr[:limit])
+
+
 def _client_may_have_failed(ran: CommandOutput) -> bool:
-    """Returns True for an exit code and an error as of a client that cannot run a program in the container. The program
+    """Returns True for an exit code and an error as of a client that cannot run a program in the container. A program
     can imitate both."""
     if ran.exit == 1:
         return DAEMON_ERROR.search(ran.stderr[-4096:]) is not None

@@ -15,6 +15,7 @@ from skyrl_mega.envs.containers import docker_container
 from skyrl_mega.envs.containers.docker import Docker, Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
+from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from tests.support import fake_podman
 
@@ -87,13 +88,37 @@ def test_a_program_that_is_late_is_ended_inside(tmp_path: Path, container: Comma
     assert container.run(["cat", "/dev/zero"], 30, limit=1000).status == "output"
 
 
-@pytest.mark.parametrize(("code", "restarts"), [(1, 0), (125, 1), (126, 0), (127, 0), (137, 0), (255, 1)])
-def test_an_error_printed_by_the_program_is_its_own(
-    tmp_path: Path, container: CommandLineContainer, code: int, restarts: int
+@pytest.mark.parametrize("code", [1, 125, 126, 127, 137, 255])
+@pytest.mark.parametrize("error", ["Error: no such container", "Cannot connect to the database"])
+def test_a_program_whose_error_looks_like_the_clients_runs_once(
+    tmp_path: Path, container: CommandLineContainer, code: int, error: str
 ) -> None:
-    ran = container.run(["sh", "-c", f"echo 'Error: no such container' >&2; exit {code}"], 30)
-    assert (ran.status, ran.exit) == ("failed", code)
-    assert len(calls(tmp_path, "restart")) == restarts
+    ran = container.run(["sh", "-c", f"echo line >> {tmp_path}/lines; echo '{error}' >&2; exit {code}"], 30)
+    assert (ran.status, ran.exit, ran.stderr.decode()) == ("failed", code, f"{error}\n")
+    assert (tmp_path / "lines").read_text() == "line\n" and not calls(tmp_path, "restart")
+
+
+def test_the_second_run_of_a_command_has_the_remaining_time(
+    tmp_path: Path, container: CommandLineContainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, "exec", {**UNAVAILABLE, "seconds": 1})
+    limits: list[float] = []
+
+    def run_program(argv: list[str], timeout_s: float, **options: Any) -> CommandOutput:
+        limits.append(timeout_s)
+        return original(argv, timeout_s, **options)
+
+    original = docker_container.run_program
+    monkeypatch.setattr(docker_container, "run_program", run_program)
+    assert container.run(["true"], 300).status == "ok"
+    assert limits[0] == 300 and limits[-1] <= 299 and len(calls(tmp_path, "restart")) == 1
+
+
+@pytest.mark.parametrize(("size", "status"), [(10, "ok"), (11, "output")])
+def test_the_limit_of_output_is_exact(container: CommandLineContainer, size: int, status: str) -> None:
+    for stream in (1, 2):
+        ran = container.run(["sh", "-c", f"head -c {size} /dev/zero >&{stream}"], 30, limit=10)
+        assert ran.status == status and max(len(ran.stdout), len(ran.stderr)) == 10
 
 
 def test_a_command_runs_again_after_a_failure_of_the_client(tmp_path: Path, container: CommandLineContainer) -> None:
