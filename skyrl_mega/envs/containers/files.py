@@ -32,10 +32,8 @@ head -c "$1" | xargs -0 -r sh -c '
 for name; do
   above=$name linked=
   while above=${above%/*}; [ "$above" != . ]; do [ ! -L "$above" ] || linked=1; done
-  shift
-  [ -n "$linked" ] || set -- "$@" "$name"
-done
-[ $# = 0 ] || rm -rf -- "$@"' sh
+  [ -n "$linked" ] || printf "%s\\0" "$name"
+done' sh | xargs -0 -r rm -rf --
 head -c "$2" | xargs -0 -r sh -c '
 for name; do
   if [ -L "$name" ] || { [ -e "$name" ] && [ ! -d "$name" ]; }; then rm -f -- "$name"; fi
