@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from skyrl_mega.envs.containers.runtime import CommandOutput, Container
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.swe.session import File, Files, UnfitError
 
 LISTING_LIMIT = 2**25
@@ -44,8 +45,14 @@ exec tar --extract --file=- --no-same-owner --same-permissions
 an archive. The arguments are the lengths of the first two parts."""
 BLOCK = 512
 """Unit of a tar archive, in bytes."""
+LONGEST_PATH = 4000
+"""Maximum length of a path in bytes, below the kernel's limit for a path with the folder."""
 SHOWN = 300
 """Characters of a program's error message kept for people."""
+
+
+class LateError(UnfitError):
+    """A program that lists or reads files took too long: the policy's fault, or a slow machine's."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ def listing(container: Container, folder: str, timeout_s: float) -> dict[str, En
     """Returns path → entry of the files and links below a folder, without `.git` and compiled Python files.
 
     Raises:
-        UnfitError: The listing is late, too long or malformed.
+        LateError: The listing is late.
+        UnfitError: The listing is too long or malformed.
     """
     output = _checked(container.run(LIST, timeout_s, folder=folder, limit=LISTING_LIMIT), "files cannot be listed")
     *fields, last = output.split(b"\0")
@@ -95,7 +103,8 @@ def read(
         most_bytes: Maximum size of all files together.
 
     Raises:
-        UnfitError: The files are too large, vanished, or the archive is late or malformed.
+        LateError: The archive is late.
+        UnfitError: The files are too large, vanished, or the archive is malformed.
     """
     if sum(entry.size for entry in entries.values()) > most_bytes:
         raise UnfitError(f"changed files have more than {most_bytes >> 20} MiB")
@@ -118,10 +127,11 @@ def read(
 
 def write(container: Container, folder: str, files: Files, timeout_s: float) -> None:
     """Writes files below a folder, and removes paths with None; follows no links. A file or a link in the place of a
-    parent folder is removed.
+    parent folder is removed. No code of the policy has run in the container yet.
 
     Raises:
-        UnfitError: A file is below another file, or the files cannot be written.
+        UnfitError: A file is below another file, or a path is too long or outside of the folder.
+        InfrastructureFault: The container does not take the files in time.
     """
     if not files:
         return
@@ -129,12 +139,16 @@ def write(container: Container, folder: str, files: Files, timeout_s: float) -> 
     parents = sorted({parent for name in written for parent in _parents(name)})  # a parent before its children
     for name in files:
         refuse_path(name)
+        if len(os.fsencode(name)) > LONGEST_PATH:
+            raise UnfitError("files cannot be written: a path is too long")
     if any(parent in written for parent in parents):
         raise UnfitError("files cannot be written: a file is below another file")
     removed, folders = _joined(files), _joined(parents)
     argv = ["sh", "-c", WRITE, "sh", str(len(removed)), str(len(folders))]
     stdin = removed + folders + _archive(written)
-    _checked(container.run(argv, timeout_s, stdin=stdin, folder=folder), "files cannot be written")
+    ran = container.run(argv, timeout_s, stdin=stdin, folder=folder)
+    if ran.status != "ok":
+        raise InfrastructureFault(f"files cannot be written into a new container: {ran.last_line()[:SHOWN]}")
 
 
 def refuse_path(name: str) -> None:
@@ -147,7 +161,9 @@ def _checked(output: CommandOutput, what: str) -> bytes:
     """Returns the standard output of a program that ended well; raises UnfitError for any other end."""
     if output.status == "ok":
         return output.stdout
-    how = {"timeout": "it took too long", "output": "there are too many, or they are too large"}
+    if output.status == "timeout":
+        raise LateError(f"{what}: it took too long")
+    how = {"output": "there are too many, or they are too large"}
     last = output.stderr.decode(errors="replace").strip()[-SHOWN:]
     raise UnfitError(f"{what}: {how.get(output.status, last or f'exit code {output.exit}')}")
 

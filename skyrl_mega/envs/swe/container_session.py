@@ -18,6 +18,8 @@ from skyrl_mega.envs.swe.session import BOX, CommandResult, File, Files, UnfitEr
 from skyrl_mega.envs.swe.task import Task, read_task
 from skyrl_mega.envs.waiting import waiting
 
+PATIENT_S = 120.0
+"""Seconds for the second try of reading the policy's files, after a late first one."""
 GRACE_S = 30.0
 """Seconds for ending the processes of a command."""
 SESSION_OPTIONS: Mapping[str, Option] = {
@@ -105,15 +107,21 @@ class ContainerSession:
         if not self.task.in_image:
             files.write(self.container, self.task.folder, _content(self.task.repo), limit_s)
         if self.task.setup is not None:
-            self._checked([self._shell, "-c", self.task.setup], image, limit_s, self.task.folder)
+            self._prepared("setup", self.task.setup, limit_s)
         if not self._tracked:
             return
         if self.task.hidden_paths:
             removal = "rm -rf -- " + " ".join(shlex.quote(f"./{path}") for path in self.task.hidden_paths)
-            self._checked(["sh", "-c", removal], image, limit_s, self.task.folder)
+            self._prepared("the removal of hidden_paths", removal, limit_s)
         if self.task.prepare is not None:
-            self._checked([self._shell, "-c", self.task.prepare], image, limit_s, self.task.folder)
+            self._prepared("prepare", self.task.prepare, limit_s)
         self._originals = files.listing(self.container, self.task.folder, limit_s)
+
+    def _prepared(self, what: str, script: str, limit_s: float) -> None:
+        """Runs a script of the task in the new container; raises InfrastructureFault unless the script succeeds."""
+        ran = self.container.run([self._shell, "-c", script], limit_s, folder=self.task.folder)
+        if ran.status != "ok":
+            raise InfrastructureFault(f"task {self.task.path.name}: {what} failed: {ran.last_line()}")
 
     def _checked(self, argv: list[str], image: str, limit_s: float, folder: str | None = None) -> str:
         """Runs a command that must succeed, and returns its standard output."""
@@ -158,10 +166,19 @@ class ContainerSession:
         """Returns the differences from the repository at the start of the session: path → file, None for a removed
         file. `.git`, compiled Python files, empty folders, sockets and pipes are left out.
 
+        If reading is late, it is tried once more, with `PATIENT_S` and as waiting: the machine may be slow.
+
         Raises:
             UnfitError: The files cannot be read, or have more than `files_mib`.
             InfrastructureFault: The container is lost.
         """
+        try:
+            return self._changes(timeout_s)
+        except files.LateError:
+            with waiting():
+                return self._changes(max(timeout_s, PATIENT_S))
+
+    def _changes(self, timeout_s: float) -> Files:
         now = files.listing(self.container, self.task.folder, timeout_s)
         changed = {name: entry for name, entry in now.items() if self._originals.get(name) != entry}
         content = files.read(self.container, self.task.folder, changed, timeout_s, self.options["files_mib"] << 20)
@@ -178,13 +195,15 @@ class ContainerSession:
         return files.read(self.container, self.task.folder, wanted, timeout_s, self.options["files_mib"] << 20)
 
     def write(self, files_: Files, timeout_s: float) -> None:
-        """Writes files into the repository, and removes paths with None; follows no links.
+        """Writes files into the repository, and removes paths with None; follows no links. Belongs to the start of the
+        container: `start_timeout_s` is the limit, not `timeout_s`, and the time counts as waiting.
 
         Raises:
-            UnfitError: The files cannot be written.
-            InfrastructureFault: The container is lost.
+            UnfitError: The files have impossible paths.
+            InfrastructureFault: The container is lost, or does not take the files in time.
         """
-        files.write(self.container, self.task.folder, files_, timeout_s)
+        with waiting():
+            files.write(self.container, self.task.folder, files_, float(self.options["start_timeout_s"]))
 
     def close(self, timeout_s: float) -> None:
         """Removes the container as `ContainerPlace.remove` does, with the pool's time limit; may be called again."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.containers.files import LateError
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.swe.canaries import Assertion, Edit, TestSource, canary_candidates
 from skyrl_mega.envs.swe.container_session import ContainerSession
@@ -141,6 +142,8 @@ class Examiner:
         """Returns the hidden files of the image, and the files changed by the test patch."""
         try:
             return self._in_container(seconds)
+        except LateError as error:
+            raise InfrastructureFault(f"task {self.task.path.name}: {error}") from error
         except UnfitError as error:  # no work of the policy is there
             raise UserError(f"the hidden files cannot be read: {error}", key=f"task {self.task.path.name}") from error
 
@@ -164,12 +167,12 @@ class Examiner:
             return []
         seconds = max(0.1, (deadline - working_clock()) / 2)
         with _opened(self.session(), seconds) as session:
-            marks_file = f"{session.run('pwd', seconds).output.strip()}/.marks-{secrets.token_hex(8)}"
+            marks_file = f"{_output(session, 'pwd', seconds).strip()}/.marks-{secrets.token_hex(8)}"
             marked = {source.path: source.marked(marks_file, number) for number, source in enumerate(sources)}
             session.write({**tests, **{path: File(data) for path, data in marked.items()}}, seconds)
             limit_s = min(seconds, float(self.options["test_timeout_s"]))
             ran = self.judged(session.run(PRELUDE + self.test, limit_s))
-            marks = session.run(f"cat {marks_file}", seconds).output.splitlines()
+            marks = _output(session, f"cat {marks_file}", seconds).splitlines()
         only_named = self.task.report != "exit"
         assertions = canary_candidates(sources, marks, ran.status != "ok", functions, only_named=only_named)
         if not assertions and ran.status not in ("ok", "failed"):
@@ -183,14 +186,14 @@ def patch_changes(session: Session, patch: Path, seconds: float) -> Files:
     Raises:
         UserError: The patch does not apply.
         UnfitError: The changed files cannot be read.
-        TimeoutError: The patch takes longer than `seconds`.
+        InfrastructureFault: The patch takes longer than `seconds`.
     """
     name = f".skyrl-{secrets.token_hex(8)}.patch"
     with _opened(session, seconds):
         session.write({name: File(patch.read_bytes())}, seconds)
         ran = session.run(APPLY.format(patch=name), seconds)
         if ran.status == "timeout":
-            raise TimeoutError
+            raise InfrastructureFault(f"{patch}: `git apply` took longer than {seconds:g} s")
         if ran.status != "ok":
             raise UserError(
                 f"the patch does not apply: {ran.output.strip()[-300:]}",
@@ -198,6 +201,14 @@ def patch_changes(session: Session, patch: Path, seconds: float) -> Files:
                 fix="correct the patch, or leave the task out",
             )
         return {path: file for path, file in session.changes(seconds).items() if path != name}
+
+
+def _output(session: Session, command: str, seconds: float) -> str:
+    """Returns the output of a small command; raises InfrastructureFault if the command is late."""
+    ran = session.run(command, seconds)
+    if ran.status == "timeout":
+        raise InfrastructureFault(f"`{command}` took longer than {seconds:g} s in a new session")
+    return ran.output
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any
 
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.swe.canaries import Edit, with_edit
 from skyrl_mega.envs.swe.container_session import ContainerLost
@@ -73,7 +74,8 @@ class Judge:
             deadline: End of the time limit on the clock `working_clock()`.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start a command.
+            InfrastructureFault: The sandbox cannot start a command, a new container does not take the work, or the
+                containers of a run and of its repetitions were ended from outside.
         """
         try:
             known = self._examiner.examination(deadline)
@@ -90,6 +92,8 @@ class Judge:
                 )
             except UnfitError as error:
                 return TestVerdict(CommandResult("failed", None, ""), str(error))
+            if ran.status == "lost":
+                raise InfrastructureFault(f"each container of the tests was lost: {ran.output}")
             ran = self._examiner.judged(ran)
             if canary and ran.status == "ok":
                 return TestVerdict(ran, f"the tests pass with a wrong {min(canary)} too", failed_canaries)

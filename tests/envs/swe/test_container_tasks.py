@@ -13,6 +13,7 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.containers.registry import RUNTIMES
+from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.swe.env import SweEnv
@@ -106,9 +107,9 @@ def test_a_container_that_is_lost_is_no_verdict(place: Path) -> None:
     env.close()
 
 
-@pytest.mark.parametrize(("losses", "reward"), [(1, 1.0), (99, 0.0)])
+@pytest.mark.parametrize("losses", [1, 99])
 def test_a_container_lost_during_the_tests_is_replaced_twice(
-    place: Path, monkeypatch: pytest.MonkeyPatch, losses: int, reward: float
+    place: Path, monkeypatch: pytest.MonkeyPatch, losses: int
 ) -> None:
     monkeypatch.setattr("skyrl_mega.envs.sandbox.scoring.PAUSE_S", 0.0)
     env = env_of(place, "spread")
@@ -124,8 +125,62 @@ def test_a_container_lost_during_the_tests_is_replaced_twice(
         return original(self, argv, *args, **kwargs)
 
     monkeypatch.setattr(FolderContainer, "run", run)
-    output = env.step("<submit/>")
-    assert output["reward"] == reward and left[0] == (0 if losses == 1 else 96), output["metadata"]
+    if losses == 1:
+        assert env.step("<submit/>")["reward"] == 1.0
+    else:
+        with pytest.raises(InfrastructureFault, match="each container of the tests was lost"):
+            env.step("<submit/>")
+    assert left[0] == (0 if losses == 1 else 96)
+    env.close()
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, word: str, *results: CommandOutput) -> list[CommandOutput]:
+    """Gives the results to the next commands with a word, in the place of running them; returns those not yet given."""
+    original, left = FolderContainer.run, [*results]
+
+    def run(self: FolderContainer, argv: list[str], *args: Any, **kwargs: Any) -> CommandOutput:
+        return left.pop(0) if left and any(word in part for part in argv) else original(self, argv, *args, **kwargs)
+
+    monkeypatch.setattr(FolderContainer, "run", run)
+    return left
+
+
+LATE = CommandOutput("timeout", None, b"", b"")
+FULL = CommandOutput("failed", 255, b"", b"Error: no space left on device, exec failed")
+
+
+@pytest.mark.parametrize("program", ["-printf", "--create"])
+def test_late_reading_of_the_work_is_tried_once_more(
+    place: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    for lates, reward in ((1, 1.0), (2, 0.0)):
+        env = env_of(place, "spread")
+        shown(env, toy_of(place, "spread").repair)
+        left = ending(monkeypatch, program, *[LATE] * lates)
+        output = env.step("<submit/>")
+        assert output["reward"] == reward and not left, output["metadata"]
+        env.close()
+
+
+@pytest.mark.parametrize("result", [LATE, FULL])
+@pytest.mark.parametrize("word", ["tar --extract", "touch made"])
+def test_a_new_container_that_cannot_be_filled_is_a_fault(
+    place: Path, monkeypatch: pytest.MonkeyPatch, word: str, result: CommandOutput
+) -> None:
+    toy = changed(place, "spread", setup="touch made")
+    env = opened(toy, "folders", {"root": str(place / "images")})
+    left = ending(monkeypatch, word, result)
+    with pytest.raises(InfrastructureFault):
+        env.step("<submit/>")
+    assert not left
+    env.close()
+
+
+def test_a_late_patch_of_tests_is_a_fault(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = opened(changed(place, "spread", data_source="late"), "folders", {"root": str(place / "images")})
+    ending(monkeypatch, "apply", LATE)
+    with pytest.raises(InfrastructureFault, match="git apply"):
+        env.step("<submit/>")
     env.close()
 
 
