@@ -184,7 +184,8 @@ class CommandLineRuntime:
         """Starts the reaper of this process' containers; with a new reaper, removes containers of earlier processes
         whose reaper was killed too: all of ended owners, and from before a reboot those that ended a day ago."""
         mine = ["ps", "--all", "--filter", f"label={owner.LABEL}={owner.owner()}", "--format", "{{.Names}}"]
-        if not owner.guard([*self.client.words, *mine], [*self.client.words, "rm", "--force", "--volumes"]):
+        removal = [*self.client.words, "rm", "--force", "--volumes"]
+        if not owner.guard([*self.client.words, *mine], removal, _label()):
             return
         labelled = ["--filter", f"label={owner.LABEL}"]
         ran = self.client.command(["ps", "--all", *labelled, "--format", "{{.Names}}"])
@@ -200,7 +201,7 @@ class CommandLineRuntime:
         """Returns the arguments of `run` before the image."""
         chosen = self.options
         words = ["--detach", "--pull=never", f"--name={name}", *self.FLAGS, "--no-healthcheck", "--log-driver=none"]
-        words += [f"--label={owner.LABEL}={owner.owner()}", f"--label={owner.PREFIX}.host={owner.host()}"]
+        words += [_label(), f"--label={owner.PREFIX}.host={owner.host()}"]
         words += ["--stop-signal=SIGKILL", "--security-opt=no-new-privileges", "--cap-drop=ALL"]
         words += [f"--cap-add={capability}" for capability in chosen["capabilities"]]
         words += [f"--network={chosen['network']}"]
@@ -212,6 +213,11 @@ class CommandLineRuntime:
         if chosen["disk_gib"]:
             words.append(f"--storage-opt=size={chosen['disk_gib']}G")
         return [*words, *chosen["arguments"]]
+
+
+def _label() -> str:
+    """Returns the argument of `run` that names this process as the owner."""
+    return f"--label={owner.LABEL}={owner.owner()}"
 
 
 class Podman(CommandLineRuntime):

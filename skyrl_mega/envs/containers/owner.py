@@ -39,13 +39,15 @@ def is_dead(name: str) -> bool:
     return match is not None and match[2] == _place() and not folders.alive(folders.PREFIX + match[1])
 
 
-def guard(listing: Sequence[str], removal: Sequence[str]) -> bool:
+def guard(listing: Sequence[str], removal: Sequence[str], starting: str = "") -> bool:
     """Starts a reaper for the containers of this process and returns True; returns False if a reaper with the same
     listing runs.
 
     Args:
         listing: Command that prints the names of this process' containers, a name per line.
         removal: Command that removes the containers named in further arguments.
+        starting: Argument of every client of this process that starts a container, and of no other program. The reaper
+            waits for such clients.
 
     Raises:
         InfrastructureFault: The reaper cannot be started.
@@ -54,7 +56,7 @@ def guard(listing: Sequence[str], removal: Sequence[str]) -> bool:
     with _lock:
         if key in _guards and _guards[key].is_alive():
             return False
-        _guards[key] = _Guard(reaper.request_of(os.getpid(), listing, removal))
+        _guards[key] = _Guard(reaper.request_of(os.getpid(), listing, removal, starting))
     return True
 
 

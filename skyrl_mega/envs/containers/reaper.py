@@ -11,6 +11,7 @@ only, to start in 20 ms.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import select
@@ -25,8 +26,8 @@ CLEANER = "skyrl-cleaner"
 ROUND_S = 1.0
 """Seconds between two rounds of removals."""
 QUIET_S = 15.0
-"""Seconds without a container after which the reaper ends. A start in flight at the owner's end may still create a
-container."""
+"""Seconds without a container, and without a client that starts one, after which the reaper ends. A daemon may still
+create a container after the end of its client."""
 LONGEST_S = 600.0
 """Seconds after the owner's end at which the reaper gives up; containers then end by their lifetime."""
 COMMAND_S = 60.0
@@ -57,13 +58,22 @@ def output_of(argv: list[str], timeout_s: float = COMMAND_S) -> list[str] | None
     return done.stdout.decode(errors="replace").split()
 
 
-def remove_all(listing: list[str], removal: list[str], quiet_s: float) -> None:
-    """Removes the listed containers, round after round, until none has been listed for `quiet_s` seconds, at most
-    `LONGEST_S` seconds long."""
+def runs_with(argument: str) -> bool:
+    """Returns True if a process with this argument runs."""
+    for path in glob.iglob("/proc/[0-9]*/cmdline"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # ended meanwhile
+            if os.fsencode(argument) in file.read().split(b"\0"):
+                return True
+    return False
+
+
+def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting: str = "") -> None:
+    """Removes the listed containers, round after round, until for `quiet_s` seconds none has been listed and no process
+    with the argument `starting` has run, at most `LONGEST_S` seconds long."""
     start = quiet_since = time.monotonic()
     while time.monotonic() - start < LONGEST_S:
         names = output_of(listing)
-        if names is None or names:
+        if names is None or names or (starting and runs_with(starting)):
             quiet_since = time.monotonic()
         elif time.monotonic() - quiet_since >= quiet_s:
             return
@@ -73,9 +83,10 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float) -> None:
         time.sleep(ROUND_S)
 
 
-def request_of(owner: int, listing: Sequence[str], removal: Sequence[str]) -> str:
-    """Returns the argument of the reaper for an owner's process id and both commands."""
-    return json.dumps({"owner": owner, "list": list(listing), "remove": list(removal)})
+def request_of(owner: int, listing: Sequence[str], removal: Sequence[str], starting: str = "") -> str:
+    """Returns the argument of the reaper for an owner's process id, both commands, and the argument by which clients
+    that start containers are known; without such an argument the reaper waits `QUIET_S` seconds for them."""
+    return json.dumps({"owner": owner, "list": list(listing), "remove": list(removal), "starting": starting})
 
 
 def main(request: str) -> None:
@@ -91,7 +102,7 @@ def main(request: str) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     parts = json.loads(request)
     wait_for(int(parts["owner"]))
-    remove_all(parts["list"], parts["remove"], QUIET_S)
+    remove_all(parts["list"], parts["remove"], QUIET_S, parts["starting"])
 
 
 if __name__ == "__main__":

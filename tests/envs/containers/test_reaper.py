@@ -98,6 +98,17 @@ def test_a_failing_listing_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert removed.read_text() == "box\n"
 
 
+def test_a_reaper_waits_for_clients_that_start_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "ROUND_S", 0.05)
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    mark = f"--label=owner={tmp_path}"
+    client = subprocess.Popen(["sh", "-c", 'sleep 2; touch "$0"/box', str(boxes), mark])
+    assert wait_until(lambda: reaper.runs_with(mark))
+    reaper.remove_all(["ls", str(boxes)], ["sh", "-c", f"rm {boxes}/$0"], 0.0, mark)
+    assert client.wait() == 0 and not list(boxes.iterdir())
+
+
 def test_a_process_has_one_reaper_for_a_listing() -> None:
     assert owner.guard(["true"], ["true"])
     assert not owner.guard(["true"], ["true"])
