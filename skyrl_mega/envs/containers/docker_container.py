@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.secret_names import names_secret
+from skyrl_mega.envs.containers.memory_kills import memory_kills, others_caused
 from skyrl_mega.envs.containers.program import run_program
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -197,7 +198,7 @@ class CommandLineContainer:
             return None
         if self._restarted:
             return f"after a restart, with exit code {words[2]}"
-        if words[1] == "true" or (words[2] == str(SIGKILLED) and memory_kills() > self._memory_kills):
+        if words[1] == "true" or (words[2] == str(SIGKILLED) and self._was_killed_for_memory()):
             return "its processes used too much memory"
         if words[2] == str(SIGKILLED):
             raise InfrastructureFault(f"the container {self.name} was killed from outside")
@@ -205,16 +206,14 @@ class CommandLineContainer:
             raise InfrastructureFault(f"the container {self.name} ended after its lifetime_s")
         return f"process 1 ended with exit code {words[2]}"
 
-
-def memory_kills() -> int:
-    """Returns the number of processes that the kernel has killed for memory since the start of this machine, whether a
-    container or the machine was out of memory; 0 if unknown.
-
-    Podman does not always notice that process 1 was killed for memory. A machine that is itself out of memory kills
-    large processes first, and process 1 of a container is the smallest.
-    """
-    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
-    return int(found[1]) if found else 0
+    def _was_killed_for_memory(self) -> bool:
+        """Returns True if the kernel has killed processes for memory since the last command, unless its log shows that
+        all of them were outside of this container. Podman does not always notice such a kill of process 1."""
+        if (kills := memory_kills() - self._memory_kills) <= 0:
+            return False
+        ran = self.client.command(["container", "inspect", "--format", "{{.Id}}", self.name])
+        number = ran.stdout.decode(errors="replace").strip()
+        return not (number and others_caused(number, kills))
 
 
 def _without_mark(ran: CommandOutput, mark: bytes, limit: int) -> CommandOutput:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers import docker_container
+from skyrl_mega.envs.containers import docker_container, memory_kills
 from skyrl_mega.envs.containers.docker import Docker, Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
@@ -173,8 +173,50 @@ def test_a_kill_for_memory_that_the_client_did_not_notice_is_the_policys(
 ) -> None:
     (tmp_path / "containers" / container.name).write_text("false false 137")
     monkeypatch.setattr(docker_container, "memory_kills", lambda: container._memory_kills + 1)
+    monkeypatch.setattr(memory_kills, "LOG", str(tmp_path / "no log"))
     assert [container.run(["true"], 30).exit for _ in range(2)] == [None, None]
     assert b"too much memory" in container.run(["true"], 30).stderr
+
+
+KILL = """\
+6,1,1,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/machine/libpod-{},task_memcg=/machine/x,task=sh
+3,2,2,-;Memory cgroup out of memory: Killed process 15962 (sh) total-vm:2592kB
+"""
+"""Records of the kernel's log about a kill for memory."""
+
+
+@pytest.mark.parametrize(
+    ("log", "kills", "policy"),
+    [
+        (KILL.format("abc") + KILL.format("def"), 1, False),  # the older kill was in the container
+        (KILL.format("abc") + KILL.format("def"), 2, True),
+        (KILL.format("def"), 2, True),  # the log does not show all kills
+        (KILL.format("def") + KILL.splitlines()[1], 1, True),
+        (
+            "6,1,1,-;oom-kill:constraint=CONSTRAINT_NONE,global_oom,task_memcg=/libpod-abc\n" + KILL.splitlines()[1],
+            1,
+            False,
+        ),
+    ],
+)
+def test_a_kill_for_memory_elsewhere_is_not_the_policys(
+    tmp_path: Path,
+    container: CommandLineContainer,
+    monkeypatch: pytest.MonkeyPatch,
+    log: str,
+    kills: int,
+    policy: bool,
+) -> None:
+    (tmp_path / "log of the kernel").write_text(log)
+    monkeypatch.setattr(memory_kills, "LOG", str(tmp_path / "log of the kernel"))
+    monkeypatch.setattr(docker_container, "memory_kills", lambda: container._memory_kills + kills)
+    (tmp_path / "containers" / container.name).write_text("false false 137")
+    prepare(tmp_path, "container", {"exit": 0, "stdout": "false false 137"}, {"exit": 0, "stdout": "abc"})
+    if policy:
+        assert b"too much memory" in container.run(["true"], 30).stderr
+    else:
+        with pytest.raises(InfrastructureFault, match="killed from outside"):
+            container.run(["true"], 30)
 
 
 def test_the_end_of_the_lifetime_is_a_fault(

@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers import images
+from skyrl_mega.envs.containers import images, removal
+from skyrl_mega.envs.containers import memory_kills as memory_kill_log
 from skyrl_mega.envs.containers.docker import Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
@@ -145,6 +147,35 @@ def test_a_container_without_memory_is_the_policys_fault(options: dict[str, Any]
     assert shell(container, ":").exit is None
     container.end_processes(30)
     container.remove(60)
+
+
+@pytest.mark.nightly
+def test_a_killed_container_is_a_fault_although_another_ran_out_of_memory(options: dict[str, Any]) -> None:
+    if not os.access(memory_kill_log.LOG, os.R_OK):
+        pytest.skip("the kernel's log is not readable")
+    killed, hungry = (Podman({**options, "memory_mib": 40}).start(IMAGE, 60) for _ in range(2))
+    try:
+        assert shell(hungry, "dd if=/dev/zero of=/dev/shm/1 bs=1M count=90").exit == 137
+        podman(options["global_arguments"], "kill", "--signal=KILL", killed.name)
+        time.sleep(1)
+        with pytest.raises(InfrastructureFault, match="killed from outside"):
+            shell(killed, ":")
+    finally:
+        killed.remove(60)
+        hungry.remove(60)
+
+
+@pytest.mark.nightly
+def test_a_removal_that_was_cut_short_is_finished_later(options: dict[str, Any]) -> None:
+    container = Podman(options).start(IMAGE, 60)
+    script = "mkdir /work/d; cd /work/d; i=0; while [ $i -lt 60000 ]; do i=$((i+1)); : > $i; done"
+    assert shell(container, script, 60).status == "ok"
+    for seconds in (0.05, 0.3, 0.5):
+        with suppress(InfrastructureFault):
+            container.remove(seconds)
+    thread = removal.start_removal(container)
+    thread.join(120)
+    assert not thread.is_alive() and container.name not in names(options)
 
 
 @pytest.mark.nightly
