@@ -93,6 +93,8 @@ class HarnessEnv(AgentEnv):
             return None
         if options["container"] is not None and places.image_of(options, row) is None:
             return f"column extra_info.image is missing; give the rows an image, or set {KEY}.image"
+        if options["container"] is not None and (wrong := places.wrong_image(options, row)):
+            return wrong
         judge = _judge(options)
         return judge.cls.wrong_row(row, judge.options)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.envs.agent import AgentEndpoint
 from skyrl_mega.envs.base import BaseTextEnvStepOutput
 from skyrl_mega.envs.containers import pool
@@ -29,6 +30,7 @@ from skyrl_mega.envs.harness.program import (
 from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult, Workspace
 from skyrl_mega.envs.swe.container_session import ContainerSession
 from skyrl_mega.envs.swe.env import SweEnv
+from skyrl_mega.envs.swe.task import IMAGE
 from skyrl_mega.envs.waiting import waiting
 
 KEY = "environment.options.harness"
@@ -195,6 +197,8 @@ def place_of(options: Mapping[str, Any], judge: AnswerJudge, extras: Mapping[str
         return TaskContainer(_container_program(options), task)
     if options["container"] is None:
         return ProgramFolder(_sandbox_program(options))
+    if wrong := wrong_image(options, extras):
+        raise UserError(wrong)
     image = image_of(options, extras)
     if image is None:
         raise UserError("neither the row's extra_info.image nor this setting names an image", key=f"{KEY}.image")
@@ -211,6 +215,14 @@ def image_of(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | No
     info = columns.get("extra_info")
     image = info.get("image") if isinstance(info, Mapping) else None
     return image or options["image"]
+
+
+def wrong_image(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Returns the reason for refusing the image of a row; None for an image's name, and without an image."""
+    image = image_of(options, columns)
+    if image is None or image == options["image"] or (isinstance(image, str) and IMAGE.fullmatch(image)):
+        return None
+    return f"column extra_info.image = {shown(image)}: allowed is an image's name, such as python:3.11"
 
 
 def check_options(options: Mapping[str, Any], judge: AnswerJudge) -> None:

@@ -16,8 +16,10 @@ from skyrl_mega.envs.swe.reports import REPORTS
 
 NAME = re.compile(r"[\w-][\w.-]*")
 """A task's name: the name of a folder, never a path."""
-IMAGE = re.compile(r"[\w][\w.:/@+-]{0,299}")
-"""An image's name; not an option of a program."""
+STORES = "dir|oci|oci-archive|docker-archive|docker-daemon|containers-storage|ostree|sif|tarball"
+"""Words before `:` by which podman reads an image from this machine's files."""
+IMAGE = re.compile(rf"(?!(?:{STORES}):|.*:/)\w[\w.:/@+-]{{0,299}}")
+"""An image's name in a registry; neither an option of a program nor a place on this machine."""
 LARGEST = 2**24
 """Maximum size of a task.json, in bytes."""
 TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
@@ -58,7 +60,7 @@ class Task:
     hidden_paths: tuple[str, ...] = ()
     """Hidden files and folders in the image's repository: removed from the policy's container."""
     work_files: tuple[str, ...] = ()
-    """Files that belong to the work, although a pattern of `protected` matches."""
+    """Files, or patterns of files, that belong to the work, although a pattern of `protected` matches."""
 
     @property
     def repo(self) -> Path:
@@ -86,10 +88,15 @@ def read_task(path: Path) -> Task:
 @lru_cache(maxsize=1024)
 def _read(path: Path, changed: int) -> Task:
     """Returns the task of a folder whose `task.json` was last changed at a time."""
-    return _checked(path, read_json(path / "task.json", "give a task's instruction and test", most=LARGEST))
+    return task_of(path, read_json(path / "task.json", "give a task's instruction and test", most=LARGEST))
 
 
-def _checked(path: Path, spec: Mapping[str, Any]) -> Task:
+def task_of(path: Path, spec: Mapping[str, Any]) -> Task:
+    """Returns the task of a folder as described by the content of `task.json`, which may not be written yet.
+
+    Raises:
+        UserError: A value is not allowed.
+    """
     file = path / "task.json"
     values: dict[str, Any] = {"split": spec.get("split", "train"), "report": spec.get("report", "exit")}
     for key, allowed in (("split", SPLITS), ("report", REPORTS)):

@@ -173,6 +173,11 @@ def test_the_image_of_a_row_comes_first(make: Make) -> None:
     options = HarnessEnv(env.env_config, row).options
     assert HarnessEnv.wrong_row(row, {**options, "image": None}) is None
     assert "extra_info.image is missing" in str(HarnessEnv.wrong_row(EXTRAS, {**options, "image": None}))
+    for image in ("--privileged", "docker-archive:a.tar", "dir:/etc", "docker://a/b", "a b", 7):
+        wrong = {**EXTRAS, "extra_info": {"image": image}}
+        assert "extra_info.image = " in str(HarnessEnv.wrong_row(wrong, options)), image
+    fine = {**EXTRAS, "extra_info": {"image": "registry:5000/docker:27@sha256:ab"}}
+    assert HarnessEnv.wrong_row(fine, options) is None
 
 
 def test_ends_of_a_program_in_a_container(make: Make) -> None:
