@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -162,27 +162,34 @@ class ContainerSession:
         prelude = self.options["prelude"] or self.task.prelude
         return [*argv] if prelude is None else [self._shell, "-c", f'{prelude}\nexec "$@"', "sh", *argv]
 
-    def changes(self, timeout_s: float) -> Files:
+    def changes(self, timeout_s: float, ignored: Callable[[str], bool] = lambda path: False) -> Files:
         """Returns the differences from the repository at the start of the session: path → file, None for a removed
         file. `.git`, compiled Python files, empty folders, sockets and pipes are left out.
 
         If reading is late, it is tried once more, with `PATIENT_S` and as waiting: the machine may be slow.
+
+        Args:
+            timeout_s: Time limit in seconds.
+            ignored: Returns True for a path whose content is not needed: None is returned for it, and its size does not
+                count.
 
         Raises:
             UnfitError: The files cannot be read, or have more than `files_mib`.
             InfrastructureFault: The container is lost.
         """
         try:
-            return self._changes(timeout_s)
+            return self._changes(timeout_s, ignored)
         except files.LateError:
             with waiting():
-                return self._changes(max(timeout_s, PATIENT_S))
+                return self._changes(max(timeout_s, PATIENT_S), ignored)
 
-    def _changes(self, timeout_s: float) -> Files:
+    def _changes(self, timeout_s: float, ignored: Callable[[str], bool]) -> Files:
         now = files.listing(self.container, self.task.folder, timeout_s)
         changed = {name: entry for name, entry in now.items() if self._originals.get(name) != entry}
-        content = files.read(self.container, self.task.folder, changed, timeout_s, self.options["files_mib"] << 20)
-        return {**dict.fromkeys(self._originals.keys() - now.keys()), **content}
+        wanted = {name: entry for name, entry in changed.items() if not ignored(name)}
+        content = files.read(self.container, self.task.folder, wanted, timeout_s, self.options["files_mib"] << 20)
+        removed = self._originals.keys() - now.keys()
+        return {**dict.fromkeys(removed | (changed.keys() - wanted.keys())), **content}
 
     def read_below(self, paths: tuple[str, ...], timeout_s: float) -> dict[str, File]:
         """Returns the files and links at or below some paths of the repository.

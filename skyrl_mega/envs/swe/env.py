@@ -13,8 +13,9 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.swe import sessions
+from skyrl_mega.envs.swe.container_session import ContainerSession
 from skyrl_mega.envs.swe.judge import Judge, TestVerdict
-from skyrl_mega.envs.swe.session import CommandResult, UnfitError
+from skyrl_mega.envs.swe.session import CommandResult, Files, UnfitError
 from skyrl_mega.envs.swe.task import NAME, read_task, refuse_outside_link, required_tests
 from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.waiting import working_clock
@@ -61,6 +62,8 @@ PROTECTED = [
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
 """Maximum length of a command, in bytes; the kernel refuses an argument of 128 KiB."""
+MOST_IGNORED = 20
+"""Maximum number of paths in the metadata `changes_ignored`."""
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 
@@ -200,7 +203,8 @@ class SweEnv(BaseTextEnv):
             self.task, str(self.ground_truth), self.names, self.options, partial(self.sessions.new, self.task)
         )
         try:
-            changes = self.session.changes(float(self.options["command_timeout_s"]))
+            changes = self._changes(judge)
+            metadata["changes_ignored"] = sorted(filter(judge.ignores, changes))[:MOST_IGNORED]
             self._close_session()  # the judge's containers take the place of the policy's
             verdict = judge.verdict(changes, deadline)
         except UnfitError as error:
@@ -208,6 +212,13 @@ class SweEnv(BaseTextEnv):
         metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.reason, "canaries": verdict.canaries}
         metadata["tests_output"] = verdict.ran.output[-2000:]
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
+
+    def _changes(self, judge: Judge) -> Files:
+        """Returns the policy's changes; from a container without the content of files that are not judged."""
+        seconds = float(self.options["command_timeout_s"])
+        if isinstance(self.session, ContainerSession):
+            return self.session.changes(seconds, judge.ignores)
+        return self.session.changes(seconds)
 
     def close(self) -> None:
         """Closes the session, unless judging has closed it, and gives the place of the trajectory's containers back."""

@@ -117,13 +117,15 @@ class Examiner:
             lock.release()
 
     def protects(self, path: str) -> bool:
-        """Returns True for the task's own files, for a file in the place of a protected folder, and for paths outside
-        the repository or in .git.
+        """Returns True for the task's own files, for a file in the place of a protected folder, for files in or above
+        `hidden_paths`, and for paths outside the repository or in .git.
         """
         strange = path.startswith("/") or ".." in path.split("/") or path.split("/")[0] == ".git"
-        if path in self.task.work_files:
-            return strange
-        return strange or self._is_own(path) or self._is_own(f"{path}/x")
+        both = ((f"{path}/", f"{name}/") for name in self.task.hidden_paths)
+        hidden = any(mine.startswith(its) or its.startswith(mine) for mine, its in both)
+        if self._is_work(path):
+            return strange or hidden
+        return strange or hidden or self._is_own(path) or self._is_own(f"{path}/x")
 
     def judged(self, ran: CommandResult) -> CommandResult:
         """Returns the result with the status `ok` exactly if the tests passed: by the exit code, or for a task with a
@@ -136,7 +138,10 @@ class Examiner:
 
     def _is_own(self, path: str) -> bool:
         started = started_files(self.test) if self.options["proof"] != "exit" else ()
-        return path not in self.task.work_files and _matches(path, [*self.options["protected"], *started])
+        return not self._is_work(path) and _matches(path, [*self.options["protected"], *started])
+
+    def _is_work(self, path: str) -> bool:
+        return path in self.task.work_files or _matches(path, self.task.work_files)
 
     def _derived(self, seconds: float) -> dict[str, File | None]:
         """Returns the hidden files of the image, and the files changed by the test patch."""

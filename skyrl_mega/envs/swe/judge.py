@@ -64,6 +64,10 @@ class Judge:
     def _examiner(self) -> Examiner:
         return Examiner(read_task(self.task), self.test, self.names, self.options, self.session)
 
+    def ignores(self, path: str) -> bool:
+        """Returns True for a path whose changes are not judged, because the file is the task's own."""
+        return self._examiner.protects(path)
+
     def verdict(self, changes: Files, deadline: float) -> TestVerdict:
         """Runs the tests, and canaries of the tests, on clean copies of the repository with the policy's changes.
 
@@ -83,7 +87,7 @@ class Judge:
             return TestVerdict(LATE, "the untouched repository's tests took too long: raise test_timeout_s")
         if self.options["proof"] == "canaries" and not known.edits:
             return TestVerdict(CommandResult("failed", None, ""), "no assertion of the tests can be made wrong")
-        work = {path: file for path, file in changes.items() if not self._examiner.protects(path)}
+        work = {path: file for path, file in changes.items() if not self.ignores(path)}
         last, failed_canaries = LATE, 0
         for canary in self._plan(known):
             try:

@@ -198,21 +198,24 @@ def test_hidden_paths_of_the_image_are_seen_by_the_tests_alone(place: Path) -> N
     repo = place / "images" / IMAGE / "repos" / "spread"
     (repo / "secret").mkdir()
     (repo / "secret" / "answers.py").write_text("ANSWER = 5\n")
-    command = "test -e made && test -e secret/answers.py && python -m unittest discover -v -s tests -t ."
+    command = "test -e made && test -e secret/answers.py && test ! -e secret/re.py"
+    command += " && python -m unittest discover -v -s tests -t ."
     toy = changed(place, "spread", test=command, hidden_paths=["secret"], setup="touch made", prepare="touch begun")
-    env = opened(toy, "folders", {"root": str(place / "images")})
+    env = opened(toy, "folders", {"root": str(place / "images"), "files_mib": 1})
     listed = shown(env, "ls")
     assert "secret" not in listed and "made" in listed and "begun" in listed
-    shown(env, toy_of(place, "spread").repair + "\nmkdir secret; echo > secret/answers.py")
+    more = "mkdir secret .venv; echo > secret/answers.py; echo > secret/re.py; head -c 2000000 /dev/zero > .venv/large"
+    shown(env, f"{toy_of(place, 'spread').repair}\n{more}")
     output = env.step("<submit/>")
     assert output["reward"] == 1.0, output["metadata"]
+    assert output["metadata"]["changes_ignored"] == [".venv/large", "secret/answers.py", "secret/re.py"]
     env.close()
     shutil.rmtree(repo / "secret")
 
 
 def test_protected_files_that_are_the_work_are_taken_over(place: Path) -> None:
     command = "test -e tests/helper && python -m unittest discover -v -s tests -t ."
-    for work_files, reward in (([], 0.0), (["tests/helper"], 1.0)):
+    for work_files, reward in (([], 0.0), (["tests/h*"], 1.0)):
         toy = changed(place, "count", test=command, work_files=work_files, **{"prepare": f"true {len(work_files)}"})
         toy = Toy(shutil.copytree(toy.tasks / toy.name, toy.tasks / f"count-{len(work_files)}").name, toy.tasks, "exit")
         env = opened(toy, "folders", {"root": str(place / "images")})
