@@ -17,7 +17,8 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.records import records
 from skyrl_mega.config.command import MOST, integer
 from skyrl_mega.envs.swe import test_commands
-from skyrl_mega.envs.swe.task import IMAGE_FOLDER, NAME, TEST_LISTS, required_tests
+from skyrl_mega.envs.swe.reports import ANSI
+from skyrl_mega.envs.swe.task import IMAGE_FOLDER, NAME, TEST_LISTS, required_tests, task_of
 
 IMAGES = {
     "swe-bench": "docker.io/swebench/sweb.eval.x86_64.{id_1776}:latest",
@@ -56,6 +57,14 @@ rm -rf "$HOME"
 """
 """Command that removes every commit from a repository, and from its submodules, except the ancestors of HEAD; fails if
 a commit stays."""
+WORK_FILES = {
+    "django/django": ("django/test/*",),
+    "astropy/astropy": ("astropy/tests/command.py", "astropy/tests/helper.py", "astropy/tests/runner.py"),
+    "aiohttp": ("aiohttp/test_utils.py",),
+}
+"""Repository → production code with names as of tests."""
+LONGEST_NAME = 200
+"""Maximum length of a task's name."""
 R2E_SETUP = "[ ! -d /r2e_tests ] || { rm -rf r2e_tests; mv /r2e_tests r2e_tests; }"
 INSTRUCTION = """\
 The repository in {folder} has a problem, described below. Change the code so that the problem is solved.
@@ -97,21 +106,36 @@ def write_tasks(args: argparse.Namespace, folder: Path) -> None:
     form = args.form or _form_of(rows[0])
     commands = test_commands.commands_of(form, rows, args.swebench_python)
     left_out: Counter[str] = Counter()
-    written = 0
+    names = set[str]()
     for row, command in zip(rows, commands, strict=True):
-        if args.limit is not None and written == args.limit:
+        if args.limit is not None and len(names) == args.limit:
             break
         try:
             name, files = _task_files(row, form, command, args)
+            _check_files(folder / name, files)
+            if name in names:
+                raise ValueError("another row has the same name")
         except ValueError as error:
             left_out[str(error)] += 1
             continue
         write_files(folder / name, files)
-        written += 1
+        names.add(name)
     for reason, count in left_out.most_common():
         print(f"{args.source}: {count} of {len(rows)} rows left out: {reason}", file=sys.stderr)
-    if not written:
+    if not names:
         raise UserError("no row can be judged", key="--source", value=args.source)
+
+
+def _check_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Raises ValueError for files of a task that cannot be written or read again."""
+    try:
+        for text in files.values():
+            text.encode()
+        task_of(folder, json.loads(files["task.json"]))
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has characters that are no Unicode") from error
+    except UserError as error:
+        raise ValueError(str(error).replace(f"{folder}/", "")) from error
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -191,9 +215,7 @@ def _task_files(
     if command is None:
         raise ValueError("no test command is known for the repository")
     is_r2e = form == "r2e"
-    name = f"{row['repo_name']}-{row['commit_hash'][:12]}" if is_r2e else str(row.get("instance_id"))
-    if not NAME.fullmatch(name):
-        raise ValueError("the row has no instance_id that can name a folder")
+    name = _name(row, is_r2e)
     statement = row.get("problem_statement")
     if not isinstance(statement, str) or not statement.strip():
         raise ValueError("there is no problem_statement")
@@ -222,7 +244,24 @@ def _task_files(
             files[file] = row[column]
         work = set(changed_paths(row["patch"])) - set(changed_paths(row["test_patch"]))
         task["work_files"] = sorted(work)
+    task["work_files"] = [*task.get("work_files", ()), *WORK_FILES.get(row["repo_name" if is_r2e else "repo"], ())]
     return name, {**files, "task.json": json.dumps(task, indent=1, ensure_ascii=False) + "\n"}
+
+
+def _name(row: Mapping[str, Any], is_r2e: bool) -> str:
+    """Returns the name of a row's task.
+
+    Raises:
+        ValueError: A column is missing, or the name cannot be a folder's.
+    """
+    columns = ("repo_name", "commit_hash") if is_r2e else ("repo", "instance_id")
+    for column in columns:
+        if not isinstance(row.get(column), str):
+            raise ValueError(f"there is no {column}")
+    name = f"{row['repo_name']}-{row['commit_hash'][:12]}" if is_r2e else str(row["instance_id"])
+    if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise ValueError(f"{columns[1]} cannot name a folder")
+    return name
 
 
 def changed_paths(patch: str) -> list[str]:
@@ -239,6 +278,8 @@ def _image(row: Mapping[str, Any], name: str, image_format: str) -> str:
     try:
         return image_format.format(**fields | {key: form.lower() for key, form in forms.items()})
     except (KeyError, IndexError, ValueError) as error:
+        if image_format in IMAGES.values():
+            raise ValueError("there is no name of an image") from error
         raise UserError(
             f"{error}; allowed: {{id}}, {{id_1776}}, {{id_s}} and columns of the rows",
             key="--image-format",
@@ -258,7 +299,7 @@ def _expected_tests(row: Mapping[str, Any]) -> dict[str, list[str]]:
     published."""
     try:
         expected = json.loads(row["expected_output_json"])
-        passing = sorted(name for name, result in expected.items() if result == "PASSED" and name)
+        passing = sorted({ANSI.sub("", name) for name, result in expected.items() if result == "PASSED"} - {""})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError("expected_output_json is no mapping of tests") from error
     return {"FAIL_TO_PASS": passing, "PASS_TO_PASS": []}

@@ -66,7 +66,8 @@ def test_rows_of_swe_bench(tmp_path: Path) -> None:
     assert (tasks / "psf__requests-7" / "test.patch").read_text() == row_of("psf/requests")["test_patch"]
     task = read_task(tasks / "django__django-1")
     assert task.report == "django" and task.test.endswith("--settings=test_sqlite --parallel 1 a.test_b")
-    assert task.work_files == ("django/test/runner.py",)  # `protected` matches it, and the solution changes it
+    # `protected` matches both; the solution changes the first, and the others are production code
+    assert task.work_files == ("django/test/runner.py", "django/test/*")
     assert read_task(tasks / "sympy__sympy-1").test == "bin/test -C --verbose tests/test_a.py"
     [row] = [
         r for r in pq.read_table(tmp_path / "out" / "test.parquet").to_pylist() if "psf" in r["extra_info"]["task"]
@@ -88,7 +89,7 @@ def test_rows_of_the_other_sets(tmp_path: Path) -> None:
         "docker_image": "namanjain12/orange3_final:abc",
         "commit_hash": "0123456789abcdef",
         "problem_statement": "It is wrong.",
-        "expected_output_json": '{"T.test_a": "PASSED", "T.test_b": "FAILED"}',
+        "expected_output_json": '{"\\u001b[1mT.test_a\\u001b[0m": "PASSED", "T.test_b": "FAILED"}',
     }
     for number, (row, name, image, command) in enumerate(
         [
@@ -122,14 +123,40 @@ def test_rows_that_cannot_be_judged_are_counted(tmp_path: Path, capsys: pytest.C
         row_of("psf/requests", 5, patch=""),
         row_of("psf/requests", 6, instance_id="../x"),
         row_of("nobody/knows", 7),
+        row_of("psf/requests", 8, problem_statement="a\0b"),
+        row_of("psf/requests", 9, instance_id="a" * 300),
+        row_of("psf/requests", 10, patch=PATCH.format(path="./a.py")),
+        row_of("psf/requests", 1, problem_statement="Another."),
     ]
     tasks = written(tmp_path, rows, "--form swe-bench --image-format my:5000/{id_1776}")
     assert [folder.name for folder in tasks.iterdir()] == ["psf__requests-1"]
     assert read_task(tasks / "psf__requests-1").image == "my:5000/psf_1776_requests-1"
     said = capsys.readouterr().err
-    for reason in ("no problem_statement", "no test needs to pass", "no list of names", "no patch", "instance_id"):
-        assert "1 of 7 rows left out: " in said and reason in said, said
+    for reason in ("no problem_statement", "no test needs to pass", "no list of names", "no patch", "the same name"):
+        assert "1 of 11 rows left out: " in said and reason in said, said
     assert "no test command is known for the repository" in said and "1 tasks, 1 images" in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"repo_name": None}, {"commit_hash": None}, {"docker_image": None}, {"docker_image": "dir:/a/b"}],
+)
+def test_a_row_of_r2e_that_lacks_something_is_left_out(tmp_path: Path, changes: dict[str, None]) -> None:
+    row = {
+        "repo_name": "numpy",
+        "docker_image": "a/b:c",
+        "commit_hash": "0" * 40,
+        "problem_statement": "It is wrong.",
+        "expected_output_json": '{"T.test_a": "PASSED"}',
+    }
+    tasks = written(tmp_path, [row, {**row, "commit_hash": "1" * 40, **changes}])
+    assert [folder.name for folder in tasks.iterdir()] == ["numpy-000000000000"]
+
+
+def test_a_row_of_swe_rebench_without_repository_is_left_out(tmp_path: Path) -> None:
+    row = row_of("a/b", docker_image="x/y:1", install_config={"test_cmd": "pytest -rA"})
+    tasks = written(tmp_path, [row, {**row, "repo": None, "instance_id": "other"}])
+    assert [folder.name for folder in tasks.iterdir()] == ["a__b-1"]
 
 
 @pytest.mark.parametrize(
