@@ -10,7 +10,7 @@ import ast
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -73,6 +73,8 @@ class Function:
     """A function of a test file, with the assertions inside."""
 
     node: AnyFunction
+    scope: tuple[str, ...]
+    """Names of the classes around."""
     early: bool
     """True if the function may be skipped, or end before the last assertion."""
     assertions: list[Assertion]
@@ -95,13 +97,16 @@ class TestSource:
     code: bytes
     functions: list[Function] = field(init=False)
     """Functions and methods of the file, in order, without tests expected to fail."""
+    classes: dict[tuple[str, ...], ast.ClassDef] = field(init=False)
+    """Names of the classes around and the class → class."""
 
     def __post_init__(self) -> None:
         self.tree = ast.parse(self.code.decode())
         self._lines = [0, *itertools.accumulate(len(line) + 1 for line in self.code.split(b"\n"))]
         marks = [ast.unparse(node) for node in self.tree.body if isinstance(node, ast.Assign)]
         marks = [mark for mark in marks if mark.startswith("pytestmark")]
-        self.functions = list(self._functions(self.tree.body, " ".join(marks)))
+        self.classes = {}
+        self.functions = list(self._functions(self.tree.body, " ".join(marks), ()))
 
     def marked(self, marks_file: str, number: int) -> bytes:
         """Returns the file's code with statements that write marks of the execution to `marks_file`. Call once: changes
@@ -118,17 +123,19 @@ class TestSource:
         body[:] = _between(body, str(number), ast.parse(MARK.format(place=marks_file)).body)
         return ast.unparse(ast.fix_missing_locations(self.tree)).encode()
 
-    def _functions(self, body: Iterable[ast.stmt], marks: str) -> Iterator[Function]:
+    def _functions(self, body: Iterable[ast.stmt], marks: str, scope: tuple[str, ...]) -> Iterator[Function]:
         for node in body:
+            if isinstance(node, ast.ClassDef):
+                self.classes[*scope, node.name] = node
             if isinstance(node, ast.ClassDef | AnyFunction):
                 decorators = " ".join([marks, *map(ast.unparse, node.decorator_list)])
                 if re.search("xfail|expectedFailure", decorators):
                     continue
                 if isinstance(node, ast.ClassDef):
-                    yield from self._functions(node.body, decorators)
+                    yield from self._functions(node.body, decorators, (*scope, node.name))
                 else:
                     early = EARLY.search(decorators + ast.unparse(node))
-                    yield Function(node, early is not None, list(self._assertions(node.body, True)))
+                    yield Function(node, scope, early is not None, list(self._assertions(node.body, True)))
 
     def _assertions(self, body: Iterable[ast.stmt], certain: bool) -> Iterator[Assertion]:
         for node in body:
@@ -273,7 +280,12 @@ def _mark(words: str) -> ast.stmt:
 
 
 def canary_candidates(
-    sources: list[TestSource], marks: Iterable[str], failed: bool, names: frozenset[str], *, only_named: bool = False
+    sources: list[TestSource],
+    marks: Iterable[str],
+    failed: bool,
+    preferred: Collection[Function],
+    *,
+    only_preferred: bool = False,
 ) -> list[Assertion]:
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
@@ -284,8 +296,8 @@ def canary_candidates(
         sources: The test files, in the order of their numbers.
         marks: Marks written by the tests, see `TestSource.marked`.
         failed: True if the test command failed there.
-        names: Functions to prefer; empty for all.
-        only_named: True if a failure of any other function would go unnoticed: only `names` are chosen.
+        preferred: Functions to prefer; empty for all.
+        only_preferred: True if a failure of any other function would go unnoticed: only `preferred` are chosen.
     """
     seen, functions = set(marks), [function for source in sources for function in source.functions]
     stopped, ran, loaded = list[Function](), list[Function](), list[Function]()
@@ -314,12 +326,12 @@ def canary_candidates(
                 stopped += (
                     [function] if has_certain else [test for m, test in tests if m == n or _uses_fixture(test, name)]
                 )
-    named = [function for function in functions if function.node.name in names]
+    named = [] if only_preferred else [f for f in functions if f in preferred]  # these may be skipped
     tiers = [[(f, a) for f in group for a in f.assertions if a.certain] for group in (stopped, named, ran, loaded)]
     certain = [(f, a) for f, a in broken if a.certain]
     siblings = [(f, a) for f, _ in broken for a in f.assertions if a.certain]
     for tier in [certain, siblings, broken, *tiers] if failed else tiers[1:]:
-        chosen = [a for f, a in tier if f.node.name in names] or ([] if only_named else [a for _, a in tier])
+        chosen = [a for f, a in tier if f in preferred] or ([] if only_preferred else [a for _, a in tier])
         if chosen:
             return [*dict.fromkeys(chosen)]
     return []

@@ -24,6 +24,7 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.swe.canaries import Assertion, Edit, TestSource, canary_candidates
 from skyrl_mega.envs.swe.container_session import ContainerSession
 from skyrl_mega.envs.swe.reports import passed
+from skyrl_mega.envs.swe.required import required_functions
 from skyrl_mega.envs.swe.session import CommandResult, File, Files, Session, UnfitError, entries
 from skyrl_mega.envs.swe.task import Task, refuse_outside_link
 from skyrl_mega.envs.waiting import waiting, working_clock
@@ -165,7 +166,8 @@ class Examiner:
 
     def _candidates(self, tests: Files, deadline: float) -> list[Assertion]:
         functions = frozenset(map(_function_name, self.names)) or _selected_functions(self.test)
-        sources = [*_parsed(tests, functions)]
+        texts = self.names if self.task.report in ("unittest", "django") else ()
+        sources = [*_parsed(tests, functions, [text for text in texts if " (" not in text])]
         if self.task.report == "exit":
             sources = sources or [*_parsed(tests, ())]
         if not sources:
@@ -178,8 +180,10 @@ class Examiner:
             limit_s = min(seconds, float(self.options["test_timeout_s"]))
             ran = self.judged(session.run(PRELUDE + self.test, limit_s))
             marks = _output(session, f"cat {marks_file}", seconds).splitlines()
-        only_named = self.task.report != "exit"
-        assertions = canary_candidates(sources, marks, ran.status != "ok", functions, only_named=only_named)
+        by_report = self.task.report != "exit"
+        preferred = {f for source in sources for f in source.functions if f.node.name in functions}
+        preferred = required_functions(sources, self.names, self.task.report) if by_report else preferred
+        assertions = canary_candidates(sources, marks, ran.status != "ok", preferred, only_preferred=by_report)
         if not assertions and ran.status not in ("ok", "failed"):
             raise TimeoutError
         return assertions
@@ -240,12 +244,13 @@ def _read(top: Path, selected: Callable[[str], bool]) -> dict[str, File | None]:
     return files
 
 
-def _parsed(files: Files, functions: Collection[str]) -> Iterator[TestSource]:
-    """Yields the test files in Python; with `functions`, only files that define at least one."""
+def _parsed(files: Files, functions: Collection[str], texts: Collection[str] = ()) -> Iterator[TestSource]:
+    """Yields the test files in Python; with `functions`, only files that define one of them, or contain one of the
+    texts."""
     for path, file in sorted(files.items()):
         if path.endswith(".py") and file is not None and not file.link:
             named = [name for name in functions if re.search(rb"\bdef " + re.escape(name).encode() + rb"\b", file.data)]
-            if functions and not named:
+            if functions and not named and not any(text.encode() in file.data for text in texts):
                 continue
             with contextlib.suppress(SyntaxError, ValueError, RecursionError):
                 yield TestSource(path, file.data)
