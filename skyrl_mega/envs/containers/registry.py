@@ -20,6 +20,8 @@ RUNTIMES = {
     "swerex": "skyrl_mega.envs.containers.swerex:SweRexRuntime",
 }
 """Name → import path of the runtime's class."""
+LEAST_MEMORY_MIB = 16
+"""Smallest limit of a container's memory: with less, some runtimes start no program."""
 
 
 def runtime_class(name: str, key: str) -> type[Runtime]:
@@ -62,6 +64,12 @@ def make_pool(name: str, options: Mapping[str, Any], key: str) -> ContainerPool:
     cls = runtime_class(name, key)
     chosen = filled(key, options, options_of(name, key))
     own = {option: value for option, value in chosen.items() if option in cls.OPTIONS}
+    if 0 < own.get("memory_mib", 0) < LEAST_MEMORY_MIB:
+        raise UserError(
+            f"too little for a program; allowed: 0 for no limit, or at least {LEAST_MEMORY_MIB}",
+            key=f"{key}.memory_mib",
+            value=own["memory_mib"],
+        )
     cls.check_options(own, key)
     limits = (float(chosen[option]) for option in ("lifetime_s", "pull_timeout_s"))
     return ContainerPool(cls(own), name, int(chosen["containers"]), *limits)

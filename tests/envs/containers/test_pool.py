@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import pool as pools
 from skyrl_mega.envs.containers import removal
 from skyrl_mega.envs.containers.pool import ContainerPool, TurnQueue
+from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.event_loop import Pending
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.waiting import Clock
@@ -197,3 +199,11 @@ def test_a_wait_ends_when_the_run_gives_up() -> None:
     assert errors == ["the run gave up waiting for a container"]
     slots.give_back()
     slots.take(1)  # the place was not lost
+
+
+@pytest.mark.parametrize("runtime", ["podman", "docker", "kubectl"])
+def test_a_limit_of_memory_too_small_for_any_program_is_refused(runtime: str) -> None:
+    make_pool(runtime, {"memory_mib": 0}, "box")
+    make_pool(runtime, {"memory_mib": 16}, "box")
+    with pytest.raises(UserError, match=r"box.memory_mib = 15: .* at least 16"):
+        make_pool(runtime, {"memory_mib": 15}, "box")
