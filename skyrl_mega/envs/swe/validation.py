@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -40,12 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--test-timeout", type=integer(1, 86400), default=1800, help="seconds of a task's tests")
     parser.add_argument("--jobs", type=integer(1, 1024), default=1, help="tasks validated at once")
+    parser.add_argument(
+        "--allow-unchecked",
+        action="store_true",
+        help="leave out tasks that cannot be checked, as when an image cannot be pulled; without it, this is an error",
+    )
 
 
 def valid_tasks(tasks: list[Task], args: argparse.Namespace) -> list[Task]:
-    """Returns the tasks that pass the validation; prints the others with the reason.
+    """Returns the tasks that pass the validation; prints a line for each task as soon as it is done.
+
+    A task that cannot be checked because of a fault of this machine is tried again after all others.
 
     Raises:
+        InfrastructureFault: Tasks could not be checked in two tries, and `--allow-unchecked` is not given.
         UserError: No task passes, or this machine cannot run the session.
     """
     given = {
@@ -58,45 +69,115 @@ def valid_tasks(tasks: list[Task], args: argparse.Namespace) -> list[Task]:
     options = filled("environment.options.swe", given, SweEnv.OPTIONS)
     SweEnv.check_options(options)
     SweEnv.check_ready(options)
-    valid, reasons = [], []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for task, reason in zip(tasks, pool.map(partial(_wrong, options), tasks), strict=True):
-            print(f"{task.path.name}: {reason or 'valid'}", file=sys.stderr, flush=True)
-            valid += [task] if reason is None else []
-            reasons += [f"{task.path.name}: {reason}"] if reason is not None else []
-    print(f"{len(valid)} of {len(tasks)} tasks are valid", file=sys.stderr)
-    if not valid:
-        raise UserError(f"no task is valid; the first: {reasons[0]}", key="--validate", value=args.validate)
-    return valid
+    found = _findings(tasks, options, args.jobs)
+    if again := [task for task in tasks if found[task.path.name].state == TaskState.UNCHECKED]:
+        print(f"{len(again)} tasks could not be checked, and are tried again", file=sys.stderr, flush=True)
+        found.update(_findings(again, options, args.jobs))
+    return _kept(tasks, found, args)
 
 
-def _wrong(options: Mapping[str, Any], task: Task) -> str | None:
-    """Returns the reason why a task is left out; None for a valid task."""
+class TaskState(Enum):
+    """What the validation says of a task."""
+
+    VALID = "valid"
+    UNTRIED = "fails without work; no solution.patch to try"
+    WRONG = "left out"
+    UNCHECKED = "could not be checked"
+
+
+@dataclass(frozen=True)
+class TaskFinding:
+    """Result of the validation of a task."""
+
+    state: TaskState
+    reason: str = ""
+    """Why a task is wrong, or could not be checked."""
+
+    def __str__(self) -> str:
+        """Returns the line for the terminal."""
+        return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
+
+
+def _findings(tasks: list[Task], options: Mapping[str, Any], jobs: int) -> dict[str, TaskFinding]:
+    """Returns name → finding of each task; prints each as soon as it is known."""
+    found = {}
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        names = {pool.submit(_finding, options, task): task.path.name for task in tasks}
+        for future in as_completed(names):
+            found[names[future]] = future.result()
+            print(f"{names[future]}: {future.result()}", file=sys.stderr, flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _kept(tasks: list[Task], found: Mapping[str, TaskFinding], args: argparse.Namespace) -> list[Task]:
+    """Returns the tasks to keep, and prints the numbers."""
+    counts = Counter(finding.state for finding in found.values())
+    unchecked = counts[TaskState.UNCHECKED]
+    said = [f"{counts[TaskState.VALID]} of {len(tasks)} tasks are valid"]
+    if counts[TaskState.UNTRIED]:
+        said.append(f"{counts[TaskState.UNTRIED]} fail without work, have no {SOLUTION} to try, and are kept")
+    if unchecked:
+        said.append(f"{unchecked} could not be checked")
+    print("; ".join(said), file=sys.stderr, flush=True)
+    if unchecked and not args.allow_unchecked:
+        raise InfrastructureFault(
+            f"{unchecked} of {len(tasks)} tasks could not be checked, and no rows are written; the first: "
+            f"{_first(found, TaskState.UNCHECKED)}; remove the cause, or leave these tasks out with --allow-unchecked"
+        )
+    kept = [task for task in tasks if found[task.path.name].state in (TaskState.VALID, TaskState.UNTRIED)]
+    if not kept:
+        state = TaskState.WRONG if counts[TaskState.WRONG] else TaskState.UNCHECKED
+        raise UserError(f"no task is valid; the first: {_first(found, state)}", key="--validate", value=args.validate)
+    return kept
+
+
+def _first(found: Mapping[str, TaskFinding], state: TaskState) -> str:
+    return next(f"{name}: {finding.reason}" for name, finding in sorted(found.items()) if finding.state == state)
+
+
+def _finding(options: Mapping[str, Any], task: Task) -> TaskFinding:
+    """Judges a task without work, then with its published solution."""
     if reason := wrong_task(task, options):
-        return reason
-    with closing(Sessions(options)) as sessions:
-        new = partial(sessions.new, task.path)
-        names = [name for key in TEST_LISTS for name in task.tests.get(key, ())]
-        judge = Judge(task.path, task.test, names, options, new)
-        seconds = float(options["test_timeout_s"])
-        try:
-            if _verdict(judge, {}, seconds).right:
-                return "the tests pass without any work"
-            solution = task.path / SOLUTION
-            if not solution.is_file():
-                return None
-            verdict = _verdict(judge, patch_changes(new(tracked=True), solution, seconds), seconds)
-        except (UserError, InfrastructureFault, UnfitError, TimeoutError) as error:
-            return str(error) or type(error).__name__
+        return TaskFinding(TaskState.WRONG, reason)
+    try:
+        with closing(Sessions(options)) as sessions:
+            return _judged(options, task, sessions)
+    except (InfrastructureFault, TimeoutError) as error:
+        return TaskFinding(TaskState.UNCHECKED, str(error) or "it took too long: raise --test-timeout")
+    except (UserError, UnfitError) as error:
+        return TaskFinding(TaskState.WRONG, str(error))
+
+
+def _judged(options: Mapping[str, Any], task: Task, sessions: Sessions) -> TaskFinding:
+    new = partial(sessions.new, task.path)
+    names = [name for key in TEST_LISTS for name in task.tests.get(key, ())]
+    judge = Judge(task.path, task.test, names, options, new)
+    seconds, solution = float(options["test_timeout_s"]), task.path / SOLUTION
+    if _verdict(judge, {}, seconds).right:
+        return TaskFinding(TaskState.WRONG, "the tests pass without any work")
+    if not solution.is_file():
+        return TaskFinding(TaskState.UNTRIED)
+    verdict = _verdict(judge, patch_changes(new(tracked=True), solution, seconds), seconds)
     if verdict.right:
-        return None
-    last = verdict.ran.output.strip().splitlines()[-1:]
-    return f"{SOLUTION} fails: {verdict.reason or verdict.ran.status} {''.join(last)[:200]}".strip()
+        return TaskFinding(TaskState.VALID)
+    last = "".join(verdict.ran.output.strip().splitlines()[-1:])[:200]
+    return TaskFinding(TaskState.WRONG, f"{SOLUTION} fails: {verdict.reason or verdict.ran.status} {last}".strip())
 
 
 def _verdict(judge: Judge, changes: Files, seconds: float) -> TestVerdict:
+    """Returns the judge's verdict.
+
+    Raises:
+        TimeoutError: The tests took too long, so that nothing is known.
+    """
     runs = 2 * int(judge.options["checks"]) + 2
-    return judge.verdict(changes, working_clock() + seconds * runs)
+    verdict = judge.verdict(changes, working_clock() + seconds * runs)
+    if verdict.ran.status == "timeout":
+        raise TimeoutError(f"the tests took longer than {seconds:g} s: raise --test-timeout")
+    return verdict
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_tasks_are_validated_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(RUNTIMES, "folders", PATH)
-    toys = write_toys(tmp_path, ["spread", "last", "count", "smallest"])
+    toys = write_toys(tmp_path, ["spread", "last", "count", "smallest", "squares"])
     repos = tmp_path / "images" / IMAGE / "repos"
     for name, body in (("spread", RIGHT["spread"]), ("last", "0"), ("count", None)):
         new = code(name, body) if body else "never the same\n"
@@ -213,11 +213,12 @@ def test_tasks_are_validated_on_this_machine(
         f"--session-options '{options}'"
     )
     said = capsys.readouterr().err
-    assert "smallest: the tests pass without any work" in said and "spread: valid" in said
-    assert "last: solution.patch fails: failed" in said and "the patch does not apply" in said
-    assert "1 of 4 tasks are valid" in said
-    [row] = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
-    assert row["extra_info"]["task"] == "spread"
+    assert "smallest: left out: the tests pass without any work" in said and "spread: valid" in said
+    assert "last: left out: solution.patch fails: failed" in said and "the patch does not apply" in said
+    assert "squares: fails without work; no solution.patch to try" in said
+    assert "1 of 5 tasks are valid; 1 fail without work, have no solution.patch to try, and are kept" in said
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["extra_info"]["task"] for row in rows] == ["spread", "squares"]
 
 
 def git(folder: Path, *words: str) -> str:
