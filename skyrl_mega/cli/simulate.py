@@ -133,35 +133,18 @@ def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
     """Compares the given settings, splits, engine sizes and modes.
 
     Splits are compared in the mode chosen by `EXPLORED`, other engines in the best split, and all modes with the best
-    engines.
-
-    Raises:
-        UserError: No split fits.
+    engines. If no split fits, only the given GPUs are compared, and the result says why.
     """
     hf = simulator.hf
     print("look for splits of the GPUs that fit …", file=sys.stderr, flush=True)
     splits = simulate_choices.splits(config, hf)
-    if not splits:
-        why = simulate_choices.misfit_reason(config, hf)
-        raise UserError(
-            f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
-            "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
-        )
     shared = engines(config, (), hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
-    simulator.expect(1 + len(shared) + len(splits) + len(TENSORS) + len(MODES))
+    simulator.expect(1 + len(shared) + len(splits) + (len(TENSORS) + len(MODES) if splits else 0))
     first = simulator.row(given)
     shared_rows = simulator.rows(config, shared, "off", 0)
     compared = split_rows(config, splits, simulator)
-    best = min(compared, key=_seconds)
-    explored = best.choice.mode, best.choice.most
-    other_engines = engines(config, best.choice.split, hf)
-    simulator.expect(len(other_engines) + len(MODES))
-    engine_rows = sorted(simulator.rows(config, other_engines, *explored), key=_seconds)
-    tried = [best, *engine_rows]
-    plain = with_given_fraction(config, min(tried, key=_seconds).choice.split, [row.choice.split for row in tried])
-    engine_rows = [*simulator.rows(config, plain, *explored), *engine_rows]
-    best = _nearly_best([best, *engine_rows])
-    rows, modes = [first], [*simulate_choices.modes(config, best.choice.split, hf)]
+    best, engine_rows = _with_engines(config, compared, simulator) if compared else (first, [])
+    rows, modes = [first], [*simulate_choices.modes(config, best.choice.split, hf, splits_fit=bool(splits))]
     simulator.expect(sum(isinstance(each, Choice) and each != best.choice for each in modes))
     for each in modes:
         if isinstance(each, Choice) and each.config not in [row.choice.config for row in rows]:
@@ -175,7 +158,29 @@ def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
         refused=[each for each in modes if isinstance(each, Refused)],
         environment_s=simulator.workload.environment_s,
         length=simulator.workload.length,
+        no_split=None if splits else simulate_choices.misfit_reason(config, hf),
     )
+
+
+def _with_engines(
+    config: Config, compared: Sequence[SimulatedRow], simulator: Simulator
+) -> tuple[SimulatedRow, list[SimulatedRow]]:
+    """Simulates other engines in the best split. Returns the best of all rows, and the rows of the other engines.
+
+    Args:
+        config: The given settings.
+        compared: Rows of the splits, all in the same mode.
+        simulator: Simulates the rows.
+    """
+    best = min(compared, key=_seconds)
+    explored = best.choice.mode, best.choice.most
+    other_engines = engines(config, best.choice.split, simulator.hf)
+    simulator.expect(len(other_engines) + len(MODES))
+    engine_rows = sorted(simulator.rows(config, other_engines, *explored), key=_seconds)
+    tried = [best, *engine_rows]
+    plain = with_given_fraction(config, min(tried, key=_seconds).choice.split, [row.choice.split for row in tried])
+    engine_rows = [*simulator.rows(config, plain, *explored), *engine_rows]
+    return _nearly_best([best, *engine_rows]), engine_rows
 
 
 def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:

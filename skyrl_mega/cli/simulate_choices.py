@@ -78,7 +78,9 @@ def synchronous(config: Config) -> Choice:
     return Choice("off", 0, changed(config, change), change)
 
 
-def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
+def modes(
+    config: Config, split: Change, hf: Mapping[str, Any], *, splits_fit: bool = True
+) -> Iterator[Choice | Refused]:
     """Yields the given settings with their asynchrony, if any, then each of `MODES` in a split.
 
     Modes that cannot run are `Refused`.
@@ -87,6 +89,7 @@ def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choi
         config: The given settings.
         split: Changes of settings that divide the GPUs.
         hf: The model's config.json.
+        splits_fit: False if no split of the GPUs fits. On shared GPUs every asynchronous mode is then `Refused`.
     """
     mode, most = config.asynchrony.mode, config.asynchrony.max_staleness
     if mode != "off" and most > MOST_SIMULATED:
@@ -96,7 +99,10 @@ def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choi
         as_given = Choice(mode, most, config, ())
         yield Refused(mode, most, f"(the settings as they are) {error}") if error else as_given
     for mode, most in MODES:
-        yield choice(config, split, mode, most, hf)
+        if splits_fit or not config.cluster.shared:
+            yield choice(config, split, mode, most, hf)
+        elif mode != "off":
+            yield Refused(mode, most, "impossible, as no split of the GPUs into policy and engines fits")
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | Refused:
@@ -156,14 +162,16 @@ def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[
 
 
 def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
-    """Returns the reason why a split with engines on half of the GPUs does not fit; empty if it fits."""
-    engines = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
-    half = next(_matching_splits(config, engines, ()), None)
-    if half is None:
+    """Returns the reason why no split fits. The example is a split with engines on half of the GPUs or fewer."""
+    most = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
+    counts = _evenly_spaced(range(most, 0, -1), COUNTS)
+    example = next((each for count in counts for each in _matching_splits(config, count, ())), None)
+    if example is None:
         return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
-    result = choice(config, half, "off", 0, hf)
-    where = f"with policy.ranks={dict(half)['policy.ranks']} and rollout.engines={engines}"
-    return f"{where} {result.reason}" if isinstance(result, Refused) else ""
+    result = choice(config, example, "off", 0, hf)
+    divided = changed(config, example)
+    where = f"with policy.ranks={divided.policy.ranks} and rollout.engines={divided.rollout.engines}"
+    return f"{where} {result.reason}" if isinstance(result, Refused) else "none passes the checks of a run"
 
 
 def _matching_splits(config: Config, engines: int, change: Change) -> Iterator[Change]:

@@ -76,6 +76,8 @@ class Comparison:
     """Mean environment seconds per trajectory."""
     length: Length
     """Mean length of a trajectory."""
+    no_split: str | None = None
+    """Reason why no split of the GPUs fits; None if a split fits."""
 
     @property
     def best(self) -> SimulatedRow:
@@ -131,21 +133,23 @@ def describe(choice: Choice) -> str:
 def text(c: Comparison) -> str:
     """Returns the report of `--simulate` as text for a terminal: tables of the simulated asynchrony modes, splits of
     GPUs and engine sizes, then the advice and the limits of the simulation."""
-    cluster, explored = c.config.cluster, c.splits[0].choice
+    cluster = c.config.cluster
+    gpus = f"{cluster.nodes} · {cluster.gpus_per_node} GPUs; {'first ' if c.splits else ''}{_given_text(c)}"
     table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
         f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
-        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_given_text(c)}"
-        f"{', without asynchrony and with theirs' if c.given else ''}, then in the "
-        f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
+        f"modes of asynchrony on {gpus}{', without asynchrony and with theirs' if c.given else ''}{_compared_text(c)}:",
         *table(c.rows),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
     ]
     if c.shared_engines:
         lines += ["", "other engines on shared GPUs, with mode=off:", *table(c.shared_engines)]
     if len(c.splits) > 1:
-        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *table(c.splits)]
+        lines += ["", f"splits, with {_explored(c)}:", *table(c.splits)]
+    if c.no_split is not None:
+        why = f"{c.no_split}; give more nodes (cluster.nodes), or see what --suggest finds"
+        lines += ["", "splits of these GPUs into policy and engines: impossible, as none fits:", f"  {why}"]
     if c.engine_sizes:
         lines += ["", "engines, on the GPUs that the best split leaves them:", *table(c.engine_sizes)]
     lines += ["", LEGEND, *_environment_notes(c), _advice(c), *_limits(c)]
@@ -154,6 +158,15 @@ def text(c: Comparison) -> str:
 
 def _given_text(c: Comparison) -> str:
     return "on shared GPUs" if c.config.cluster.shared else "as the settings split them"
+
+
+def _explored(c: Comparison) -> str:
+    """Returns the name of the mode in which the splits are compared."""
+    return _named(c.splits[0].choice.mode, c.splits[0].choice.most)
+
+
+def _compared_text(c: Comparison) -> str:
+    return f", then in the split, and with the engines, that are best for {_explored(c)}" if c.splits else ""
 
 
 def _named(mode: str, most: int) -> str:
@@ -255,6 +268,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "shared": [_values(row) for row in c.shared_engines],
         "splits": [_values(row) for row in c.splits],
         "engines": [_values(row) for row in c.engine_sizes],
+        "no_split": c.no_split,
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
         "advice": None if c.environments_bound else as_arguments(c.best.choice.change) or None,
         "notes": _environment_notes(c),

@@ -391,10 +391,27 @@ def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_op
         ),
     ],
 )
-def test_where_no_split_fits_one_is_named_with_the_reason(
+def test_where_no_split_fits_the_given_gpus_are_simulated_and_the_reason_is_named(
     capsys: pytest.CaptureFixture[str], given: list[str], why: str
 ) -> None:
-    common = ["rollout.tensor=1", "policy.layout.tensor=1", "cluster.host_memory_gib=null"]
-    assert main(["--config", "configs/searchr1_3b.yaml", "--simulate", *common, *given]) == 2
-    error = capsys.readouterr().err
-    assert f"fits; give more nodes, or see what --suggest finds; {why}" in error, error
+    common = [*SMALL, "rollout.tensor=1", "policy.layout.tensor=1", "cluster.host_memory_gib=null"]
+    assert main(["--config", "configs/searchr1_3b.yaml", "--simulate", *common, *given]) == 0
+    report_text = capsys.readouterr().out
+    assert f"policy and engines: impossible, as none fits:\n  {why}" in report_text, report_text
+    assert "; give more nodes (cluster.nodes), or see what --suggest finds\n" in report_text
+    assert "nothing here is faster" in report_text or "advised: mode=off" in report_text
+
+
+def test_a_critic_and_a_policy_that_fill_all_gpus_are_simulated_on_shared_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["data.prompts_per_step=2", "data.mini_batch_prompts=null", "data.samples_per_prompt=2"]
+    arguments = ["--config", "configs/swe_14b.yaml", *small, "--turns", "2", "--simulate", "--json"]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    [given] = result["modes"]
+    assert (given["mode"], given["shared"], given["settings"]) == ("off", True, "")
+    assert {row["shared"] for row in result["shared"]} == {True} and not result["splits"] and not result["engines"]
+    assert [(row["mode"], row["max_staleness"]) for row in result["refused"]] == [*MODES[1:]]
+    assert all("impossible" in row["reason"] for row in result["refused"])
+    assert result["no_split"].startswith("an engine leaves policy, reference and critic no GPUs")
