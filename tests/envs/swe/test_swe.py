@@ -227,7 +227,7 @@ class Remote:
         self.log.append("open")
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        self.log.append(f"{command.splitlines()[-1]} {timeout_s:g}")
+        self.log.append(f"{command.splitlines()[-1]} {timeout_s:.3g}")
         return CommandResult("ok", 0, "done")
 
     def changes(self, timeout_s: float) -> Files:
