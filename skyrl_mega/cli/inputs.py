@@ -243,6 +243,16 @@ def prepare(config: Config, console: Console) -> Config:
     return config
 
 
+def try_machine(config: Config) -> None:
+    """Tries what trajectories start on this machine, such as a container. Call after `prepare`, once per run.
+
+    Raises:
+        UserError: A trajectory could not start.
+    """
+    for name in environment_names(config):
+        registry.try_machine(name, config.environment)
+
+
 def make_data(config: Config, files: list[str], console: Console) -> bool:
     """Runs `data.prepare` if any of the files is absent. Does not check the result.
 

@@ -145,6 +145,9 @@ def _run(args: argparse.Namespace) -> int:
         if misfit := refusal.find_error(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
+        if resuming.checkpoint_of(config) is None:
+            inputs.try_machine(config)
+
         idle = idle_gpus_note(config) if config.cluster.device == "cuda" else None
         notes = idle, cutoff_note(config), *data_notes, *unused_notes(config), *registry.unused_notes(config.telemetry)
         for note in filter(None, notes):

@@ -125,6 +125,18 @@ class BaseTextEnv:
         """
 
     @classmethod
+    def try_machine(cls, options: Mapping[str, Any]) -> None:
+        """Tries what a trajectory starts on this machine, such as a container, before a new run starts; not called in a
+        dry run. May take as long as a trajectory's start. The default does nothing.
+
+        Args:
+            options: Options accepted by `check_options`.
+
+        Raises:
+            UserError: The start fails; the message names the cause.
+        """
+
+    @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
         """Returns the reason why no answer can equal a row's `reward_spec.ground_truth`, and the allowed form; None if
         an answer can. The default is None.

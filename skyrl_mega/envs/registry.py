@@ -197,6 +197,17 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
         cls.check_ready(_settings(cls, check_options(name, config), config))
 
 
+def try_machine(name: str, config: EnvironmentConfig) -> None:
+    """Calls an environment's `try_machine`, if its class is derived from `BaseTextEnv`.
+
+    Raises:
+        UserError: A trajectory could not start on this machine, an option is invalid, or `resolve` raises it.
+    """
+    cls = resolve(name, config)
+    if issubclass(cls, BaseTextEnv):
+        cls.try_machine(_settings(cls, check_options(name, config), config))
+
+
 def check_columns(name: str, columns: Iterable[str], where: str, config: EnvironmentConfig) -> None:
     """Checks that a reward function in TRL's form can be called with the columns of a file. Accepts any columns for
     verl's form and for other environments.

@@ -87,6 +87,16 @@ class HarnessEnv(AgentEnv):
         places.check_ready(options, judge)
 
     @classmethod
+    def try_machine(cls, options: Mapping[str, Any]) -> None:
+        """Tries what the judge starts on this machine (`try_machine` of its environment).
+
+        Raises:
+            UserError: The start fails.
+        """
+        judge = _judge(options)
+        judge.cls.try_machine(judge.options)
+
+    @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
         """Returns the reason for refusing a row, such as the judge's or a missing image; None for an accepted row."""
         if options["reward"] is None:

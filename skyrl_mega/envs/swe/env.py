@@ -128,6 +128,15 @@ class SweEnv(BaseTextEnv):
         sessions.check_machine(options)
 
     @classmethod
+    def try_machine(cls, options: Mapping[str, Any]) -> None:
+        """Starts and removes a container for the first task, as a trajectory does; does nothing for other sessions.
+
+        Raises:
+            UserError: No container starts.
+        """
+        sessions.try_container(options)
+
+    @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
         """Returns None if the truth is a text that is not empty, the tests' shell command; else the reason."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is the tests' command, a text"

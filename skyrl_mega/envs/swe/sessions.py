@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers.pool import ContainerPlace
 from skyrl_mega.envs.containers.registry import RUNTIMES, make_pool, options_of
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.swe.container_session import SESSION_OPTIONS, ContainerSession
@@ -17,6 +18,8 @@ from skyrl_mega.envs.swe.session import BOX, LocalSession, Session
 from skyrl_mega.envs.swe.task import Task
 
 KEY = "environment.options.swe.session"
+COMMAND = "skyrl_mega.envs.containers"
+"""Command that tries containers."""
 METHODS = ("open", "run", "changes", "write", "close")
 
 
@@ -112,6 +115,31 @@ def check_machine(options: Mapping[str, Any]) -> None:
         make_pool(options["session"], container_options(options)[1], BOX).check(BOX)
     elif session_class(options["session"]) is LocalSession:
         Sandbox.from_options(options["session_options"], BOX).check(BOX)
+
+
+def try_container(options: Mapping[str, Any]) -> None:
+    """Starts and removes a container for the first task in the folder of tasks; pulls the image if it is missing. Does
+    nothing without tasks, and for sessions that are no containers.
+
+    Raises:
+        UserError: The container does not start, or the image does not exist.
+    """
+    task = next(iter(sorted(Path(options["tasks"]).glob("*/task.json"))), None)
+    if options["session"] not in RUNTIMES or task is None:
+        return
+    source = Sessions(options)
+    session = source.new(task.parent)
+    try:
+        session.open(0.0)
+    except InfrastructureFault as fault:
+        raise UserError(
+            f"the container of task {task.parent.name} does not start: {fault}",
+            key=BOX,
+            fix=f"correct the options, or find the cause with python -m {COMMAND} check --runtime {options['session']}",
+        ) from fault
+    finally:
+        session.close(0.0)
+        source.close()
 
 
 def wrong_task(task: Task, options: Mapping[str, Any]) -> str | None:

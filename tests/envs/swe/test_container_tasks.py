@@ -12,6 +12,7 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import registry
 from skyrl_mega.envs.containers.registry import RUNTIMES
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -252,6 +253,19 @@ def test_tasks_that_cannot_run_are_named(place: Path) -> None:
     assert SweEnv.wrong_row(row, {**options, "session": "folders"}) is None
     with pytest.raises(UserError, match=r"session_options\.imige: there is no such option; did you mean image"):
         SweEnv.check_options({**options, "session": "folders", "session_options": {"imige": "x"}})
+
+
+def test_a_container_that_cannot_start_is_refused_before_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"tasks": str(place / "tasks"), "session": "folders", "session_options": {"root": str(place / "images")}}
+    config = EnvironmentConfig(options={"swe": options})
+    registry.try_machine("swe", config)
+
+    def start(self: Any, image: str, timeout_s: float) -> FolderContainer:
+        raise InfrastructureFault("network not found")
+
+    monkeypatch.setattr("tests.envs.swe.folder_runtime.FolderRuntime.start", start)
+    with pytest.raises(UserError, match=r"session_options: .* does not start: network not found; correct the options"):
+        registry.try_machine("swe", config)
 
 
 def test_a_trajectory_whose_container_is_lost_is_played_again(
