@@ -170,7 +170,7 @@ def test_scripts_differ_only_in_what_they_ask_for() -> None:
     """Compares the scripts of runs: a header and the same two lines."""
     others = ["preflight", "retriever", "seeds"]
     scripts = [script for script in sorted((ROOT / "slurm").glob("*.sbatch")) if script.stem not in others]
-    assert [script.stem for script in scripts] == ["dapo", "run", "searchr1_30b"]
+    assert [script.stem for script in scripts] == ["dapo", "run", "searchr1_30b", "swe_30b"]
     for script in scripts:
         text = script.read_text()
         assert re.search(
