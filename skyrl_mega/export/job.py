@@ -166,8 +166,8 @@ def plan_job(
         dtype: Type of the files; None means the type of the exported values: the model's, or float32 for "master".
         origin: Source of the exported values: the model's "weights", or the optimizer's float32 copies, "master".
         file_bytes: Maximum size of a file (at least one tensor).
-        fp8: Block FP8 for the files; None means files without FP8. Other tensors then have the model's type.
-        copied: Tensors to copy from the model directory, for each file.
+        fp8: Block FP8 for the files; None means no FP8. With FP8, other tensors have the model's type, never `dtype`.
+        copied: Tensors to copy from the model directory (`copies`); each entry becomes a further file.
 
     Raises:
         UserError: The checkpoint is of another model, incomplete, or without master weights.

@@ -237,7 +237,19 @@ class ApptainerContainer:
             raise InfrastructureFault(f"the instance {self.name} cannot be stopped: {ran.last_line()}")
 
     def execute(self, words: Sequence[str], timeout_s: float, **limits: Any) -> CommandOutput:
-        """Runs a program in the instance, and returns the client's result."""
+        """Runs a program in the instance by the client's `exec`, and returns the client's result unchanged.
+
+        An ended instance raises nothing here. The result is then `failed` with the exit code `FAILED`, as after any
+        failure of the client, or of a program with this exit code; `run` tells these apart.
+
+        Args:
+            words: Program and arguments.
+            timeout_s: Time limit in seconds.
+            limits: Further arguments of `run_program`.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return self.runtime.command(["exec", "--cleanenv", f"instance://{self.name}", *words], timeout_s, **limits)
 
     def limit_lifetime(self) -> None:

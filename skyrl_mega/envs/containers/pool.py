@@ -126,7 +126,8 @@ class ContainerPool:
         self._slots.take(self._patience_s)
 
     def give_back(self) -> None:
-        """Lets the next container start."""
+        """Gives a place taken by `take` back, so that the next container may start. Removes no container: the caller
+        has removed its own before."""
         self._slots.give_back()
 
 
@@ -143,16 +144,18 @@ class ContainerPlace:
         self._removals: list[threading.Thread] = []
 
     def start(self, image: str, timeout_s: float) -> Container:
-        """Pulls the image, if it is missing, and starts a container. The first call waits for the place. The caller
-        calls `remove` before the next start, and before `close`.
+        """Pulls the image, if it is missing, starts a container and returns it. The first call waits for the place
+        before. The wait and the pull count as waiting, not as time of the step.
+
+        The caller gives the container to `remove` before the next start, and before `close`.
 
         Args:
             image: Name of the image.
-            timeout_s: Time limit of the start in seconds, without the pull and the wait for the place.
+            timeout_s: Time limit of the start in seconds; the wait and the pull have limits of the pool.
 
         Raises:
             UserError: There is no such image.
-            InfrastructureFault: The container does not start.
+            InfrastructureFault: No place becomes free, the pull fails or is late, or the container does not start.
         """
         if not self._taken:
             self._pool.take()

@@ -49,7 +49,7 @@ def run_program(
     cancellable: bool = False,
 ) -> CommandOutput:
     """Runs a program to its end and returns the output. Kills the program's process group if the program is late or
-    prints too much.
+    prints too much; both give a status and raise nothing.
 
     Args:
         argv: Program and arguments; no shell is involved. The working folder is `/`.
@@ -60,7 +60,8 @@ def run_program(
         cancellable: True to kill the program if the run gives up on the environment's step (`event_loop.on_cancel`).
 
     Returns:
-        Status, exit code and output. The exit code is None if a signal ended the program.
+        Status, exit code and output. Status `timeout` for a late program, `output` for too much output. The exit code
+        is None if a signal ended the program. If the run gave up, the status is `failed` without an exit code.
 
     Raises:
         InfrastructureFault: The program cannot be started.

@@ -90,8 +90,12 @@ def request_of(owner: int, listing: Sequence[str], removal: Sequence[str], start
 
 
 def main(request: str) -> None:
-    """Prints the id of a child process and ends. The child waits for the end of the owner in the request, and removes
-    the owner's containers."""
+    """Starts a child process, prints the child's id on standard output, and ends this process: never returns to the
+    caller. The child waits for the end of the owner, and then removes the owner's containers.
+
+    Args:
+        request: JSON text with the owner's process id, and the commands that list and remove containers (`request_of`).
+    """
     with open("/proc/self/comm", "w") as name:
         name.write(CLEANER)
     child = os.fork()

@@ -131,7 +131,20 @@ class SweRexContainer:
         variables: Mapping[str, str] | None = None,
         limit: int = 2**24,
     ) -> CommandOutput:
-        """Runs a program in the container; see `Container.run`. No process of the program survives."""
+        """Runs a program in the container, waits for its end, and kills the processes left by the program. Only one
+        thread may use the container at a time.
+
+        Args:
+            argv, timeout_s, stdin, folder, variables, limit: As for `Container.run`.
+
+        Returns:
+            Status, exit code and outputs. Status `timeout` for a late program, `output` for too much output. If the
+            policy has broken the shell, or left no space for a process, the status is `failed`, and processes may
+            survive until `end_processes`.
+
+        Raises:
+            InfrastructureFault: The server is gone or gives a malformed reply, or a process cannot be killed.
+        """
         call = RemoteCall(
             argv, timeout_s, limit, len(stdin), folder, variables=variables, spared=self._processes, text=True
         )

@@ -48,8 +48,11 @@ class ContainerProgram:
     def of(
         cls, command: str, key: str, *, timeout_s: float, environment: Mapping[str, str], output_bytes: int
     ) -> ContainerProgram:
-        """Returns the program of a command. A script among the arguments is taken along from this machine; all other
-        words are names in the container.
+        """Returns the program of a command, with the content of the scripts of this machine among the arguments.
+
+        A script is an argument with an ending in `SCRIPTS`, such as `.py`, that names a file of this machine. `run`
+        writes the script into `FOLDER`, and the argument becomes the path there. Two scripts must not have the same
+        file name. All other words are names in the container, also an absolute path without a file here.
 
         Args:
             command: Program and arguments, split as by a shell.
@@ -57,7 +60,8 @@ class ContainerProgram:
             timeout_s, environment, output_bytes: As for the class.
 
         Raises:
-            UserError: The command is empty, a quotation is not closed, or a script does not exist.
+            UserError: The command is empty, a quotation is not closed, or a relative path with an ending in `SCRIPTS`
+                names no file.
         """
         words, scripts = split(command, key), dict[str, bytes]()
         for place, word in enumerate(words[1:], 1):
@@ -129,7 +133,18 @@ def reachable(endpoint: AgentEndpoint, container: Container) -> AgentEndpoint:
 
 
 def words_with_scripts(command: str, key: str) -> list[str]:
-    """Returns the words of a command as `split` does, with absolute paths of the scripts of this machine."""
+    """Returns the words of a command, split as by a shell, with absolute paths of the scripts of this machine.
+
+    A script is a word with an ending in `SCRIPTS`, such as `.py`, that names an existing file. A relative path starts
+    at the current folder of this process. Other words stay unchanged, and a missing script is no error here.
+
+    Args:
+        command: Program and arguments.
+        key: Setting with the command, for errors.
+
+    Raises:
+        UserError: A quotation is not closed, or the command has no word.
+    """
     return [os.path.abspath(word) if _is_script(word) else word for word in split(command, key)]
 
 

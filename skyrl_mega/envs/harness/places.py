@@ -79,11 +79,29 @@ class ProgramFolder:
             self.folder = str(self._workspace.folder)
 
     def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
-        """Runs the program as `Program.run` does."""
+        """Runs the program in the working folder to its end, or to a limit; all its processes are dead on return.
+
+        Args:
+            endpoint: Address and key of the policy.
+            texts: Name → text of files, written into the working folder first.
+
+        Returns:
+            The result. A program ended by a limit is no error: the status names the limit.
+
+        Raises:
+            InfrastructureFault: The program cannot be started, or was ended as described in `Program.run`.
+            RuntimeError: The place is not open.
+        """
         return self.program.within(endpoint.seconds).run(endpoint, self._opened(), texts)
 
     def answer(self, most_bytes: int) -> str | None:
-        """Returns the answer as `read_answer` does."""
+        """Returns the text of the file `ANSWER` in the working folder, cut after `most_bytes`; None without the file.
+        Anything but a plain readable file, such as a link, counts as an empty text.
+
+        Raises:
+            InfrastructureFault: This machine cannot read the file.
+            RuntimeError: The place is not open.
+        """
         return read_answer(self._opened(), most_bytes)
 
     def close(self) -> None:
@@ -114,17 +132,42 @@ class ProgramContainer:
         self._container: Container | None = None
 
     def open(self) -> None:
-        """Waits for a place, pulls the image and starts the container; all of this counts as waiting."""
+        """Starts the container, unless it is open: waits for a place in the pool of containers, pulls the image, and
+        starts the container within `START_S` seconds. All of this counts as waiting, not as time of the step.
+
+        Raises:
+            UserError: There is no such image.
+            InfrastructureFault: No place becomes free, the pull fails or is late, or the container does not start.
+        """
         if self._container is None:
             with waiting():
                 self._container = self._containers.start(self._image, START_S)
 
     def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
-        """Runs the program as `ContainerProgram.run` does."""
+        """Runs the program in the container to its end, or to a limit; all its processes are dead on return.
+
+        Args:
+            endpoint: Address and key of the policy, passed to the program in environment variables.
+            texts: Name → text of files, written into the program's folder (`container_program.FOLDER`) first.
+
+        Returns:
+            The result. A program that is late or prints too much is no error: the status says so.
+
+        Raises:
+            InfrastructureFault: The program cannot be started, or the container is gone.
+            RuntimeError: The place is not open; `run` does not start the container.
+        """
         return self.program.run(self._opened(), endpoint, texts, None)
 
     def answer(self, most_bytes: int) -> str | None:
-        """Returns the answer as `read_file` does."""
+        """Returns the text of the file `ANSWER` in the program's folder (`container_program.FOLDER`), cut after
+        `most_bytes`; None without the file. Anything but a plain readable file, such as a link, counts as an empty
+        text.
+
+        Raises:
+            InfrastructureFault: The container is gone.
+            RuntimeError: The place is not open.
+        """
         return read_file(self._opened(), ANSWER, most_bytes)
 
     def close(self) -> None:
@@ -161,7 +204,17 @@ class TaskContainer:
             self._open = True
 
     def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
-        """Runs the program in the repository, as `ContainerProgram.run` does."""
+        """Runs the program in the folder of the repository, after the task's prelude, to its end or to a limit; all its
+        processes are dead on return.
+
+        Args:
+            endpoint: Address and key of the policy.
+            texts: Name → text of files, written into the program's folder (`container_program.FOLDER`) first.
+
+        Raises:
+            InfrastructureFault: The program cannot be started, or the container is gone.
+            RuntimeError: The place is not open.
+        """
         session = self.task.session
         if not isinstance(session, ContainerSession):
             raise TypeError(f"a session of {type(session).__name__} has no container")
@@ -173,7 +226,16 @@ class TaskContainer:
         return None
 
     def verdict(self) -> BaseTextEnvStepOutput:
-        """Returns the reward of the changes to the repository, by the task's tests, and notes."""
+        """Judges the changes to the repository by the task's tests, and removes the program's container, because the
+        tests run in new containers. No `run` is possible afterwards.
+
+        Returns:
+            `reward` 1 if the tests pass and the canaries fail, else 0; `done` True; notes in `metadata`.
+
+        Raises:
+            InfrastructureFault: The container is lost, or a container for the tests does not start.
+            UserError: The task's test patch does not apply, or its hidden files cannot be read.
+        """
         return self.task.out_of_time()
 
     def close(self) -> None:

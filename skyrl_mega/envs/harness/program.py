@@ -52,7 +52,7 @@ class Program:
         return self if seconds is None else replace(self, timeout_s=min(self.timeout_s, seconds))
 
     def run(self, endpoint: AgentEndpoint, folder: Workspace, files: Mapping[str, str]) -> SandboxResult:
-        """Runs the program to the end, or to the time limit. All processes of the program are dead on return.
+        """Runs the program to the end, or to a limit. All processes of the program are dead on return.
 
         Args:
             endpoint: Address and key of the policy; in a sandbox the only reachable address.
@@ -60,10 +60,13 @@ class Program:
             files: Name → text of files, written into the folder first, `TASK` included.
 
         Returns:
-            The result, with status `memory` and exit by SIGKILL only without `kill_is_fault`.
+            The result. A program ended by a limit is no error: the status names the limit, such as `timeout`. The
+            status `memory`, and an end by a SIGKILL that no limit sent, are returned only if `kill_is_fault` is False.
 
         Raises:
-            InfrastructureFault: The program cannot be started, or was ended from outside.
+            InfrastructureFault: The program cannot be started, or the sandbox around it was killed. If `kill_is_fault`
+                is True, also for the two ends above.
+            UserError: The machine lacks a required confinement.
         """
         inside = replace(endpoint, url=f"http://{HOST}:{PORT}") if self._has_own_network(endpoint) else endpoint
         result = self.box.run(
@@ -165,8 +168,19 @@ def split(command: str, key: str) -> list[str]:
 
 
 def words_of(command: str, key: str) -> list[str]:
-    """Returns the words of a command as `split` does, with absolute paths. The first word, the program, becomes
-    absolute if it contains a `/`, other words if such a file exists, or such a folder and the word contains a `/`."""
+    """Returns the words of a command, split as by a shell, with absolute paths. A relative path starts at the current
+    folder of this process.
+
+    The first word, the program, becomes absolute if it contains a `/`, even if there is no such file. Another word
+    becomes absolute if it names an existing file, or if it contains a `/` and names an existing folder.
+
+    Args:
+        command: Program and arguments.
+        key: Setting with the command, for errors.
+
+    Raises:
+        UserError: A quotation is not closed, or the command has no word.
+    """
     words = split(command, key)
     first = os.path.abspath(words[0]) if "/" in words[0] else words[0]
     return [first, *(os.path.abspath(word) if _is_path(word) else word for word in words[1:])]
@@ -196,8 +210,14 @@ def find_program(word: str, confined: bool, key: str) -> str:
 
 
 def readable(argv: list[str], more: list[str]) -> tuple[str, ...]:
-    """Returns the paths for `Sandbox.read`: the program with its virtual environment, files among the arguments, and
-    `more`."""
+    """Returns the paths that a sandbox must let a program read (`Sandbox.read`): the program, its virtual environment
+    and interpreter, files and folders among the arguments, and `more`. Includes the targets of links. Leaves out paths
+    below the system's folders, such as `/usr`, which every sandbox can read.
+
+    Args:
+        argv: Absolute path of the program, and its arguments. Only absolute paths count as files and folders.
+        more: Further paths.
+    """
     named = [argv[0], *(word for word in argv[1:] if os.path.isabs(word) and os.path.exists(word)), *more]
     paths = {path for name in map(os.path.abspath, named) for path in (name, os.path.realpath(name))}
     system = ("/usr/", "/bin/", "/lib/", "/sbin/")

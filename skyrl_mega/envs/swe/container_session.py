@@ -158,7 +158,15 @@ class ContainerSession:
         return CommandResult(ran.status, ran.exit, (ran.stdout + ran.stderr).decode(errors="replace"))
 
     def after_prelude(self, argv: Sequence[str]) -> list[str]:
-        """Returns the command line of a program that runs with the variables set by the prelude."""
+        """Returns a command line that runs the prelude, and then a program with the variables set by the prelude. Runs
+        nothing itself.
+
+        The prelude is shell text: the option `prelude`, else the task's own. Without a prelude, returns `argv`. Call
+        this on an open session: `open` finds the container's shell.
+
+        Args:
+            argv: Program and arguments.
+        """
         prelude = self.options["prelude"] or self.task.prelude
         return [*argv] if prelude is None else [self._shell, "-c", f'{prelude}\nexec "$@"', "sh", *argv]
 
@@ -166,15 +174,16 @@ class ContainerSession:
         """Returns the differences from the repository at the start of the session: path → file, None for a removed
         file. `.git`, compiled Python files, empty folders, sockets and pipes are left out.
 
-        If reading is late, it is tried once more, with `PATIENT_S` and as waiting: the machine may be slow.
+        If the listing or the content is late, both are read once more, because the machine may be slow. The second try
+        has at least `PATIENT_S` seconds, and counts as waiting, not as time of the step.
 
         Args:
-            timeout_s: Time limit in seconds.
+            timeout_s: Time limit in seconds of the listing, and of the content.
             ignored: Returns True for a path whose content is not needed: None is returned for it, and its size does not
                 count.
 
         Raises:
-            UnfitError: The files cannot be read, or have more than `files_mib`.
+            UnfitError: The files cannot be read, have more than `files_mib`, or are late in the second try too.
             InfrastructureFault: The container is lost.
         """
         try:

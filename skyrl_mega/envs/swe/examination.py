@@ -129,8 +129,15 @@ class Examiner:
         return strange or hidden or self._is_own(path) or self._is_own(f"{path}/x")
 
     def judged(self, ran: CommandResult) -> CommandResult:
-        """Returns the result with the status `ok` exactly if the tests passed: by the exit code, or for a task with a
-        report by the results of the required tests. Late and cut results stay as they are."""
+        """Returns the result of a test run with the status `ok` if the tests passed, else `failed`.
+
+        The report in the output decides: every test in `names` must have passed; tests that stand only in
+        `PASS_TO_PASS` may also be skipped. For a task without a report (`Task.report` is `exit`), the exit code
+        decides, and the result is returned unchanged. Results of late and cut tests are returned unchanged too.
+
+        Args:
+            ran: Result of the test command.
+        """
         if self.task.report == "exit" or ran.status not in ("ok", "failed"):
             return ran
         may_skip = set(self.task.tests.get("PASS_TO_PASS", ())) - set(self.task.tests.get("FAIL_TO_PASS", ()))

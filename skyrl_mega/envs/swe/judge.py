@@ -78,8 +78,9 @@ class Judge:
             deadline: End of the time limit on the clock `working_clock()`.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start a command, a new container does not take the work, or the
-                containers of a run and of its repetitions were ended from outside.
+            InfrastructureFault: The sandbox cannot start a command, a new container does not start or does not take the
+                work, or the containers of a run and of its repetitions were ended from outside.
+            UserError: The task's test patch does not apply, or its hidden files cannot be read.
         """
         try:
             known = self._examiner.examination(deadline)

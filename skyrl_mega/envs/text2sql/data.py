@@ -68,9 +68,12 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     Without `--source`, first writes the databases to `<output>/database`. The databases of the test rows never occur in
     the training rows. Questions without a database file are left out.
 
+    The databases are read while the rows are iterated, so the errors of a database may come only then.
+
     Raises:
-        UserError: The training rows are fewer than `--shots`, the source is wrong, or a file in `<output>/database` is
-            not such a database.
+        UserError: The training rows are fewer than `--shots`, the source is wrong, a file in `<output>/database` is
+            no generated database, or a database has a write-ahead log.
+        OSError: A file of the source is no database.
     """
     if args.source is None:
         folder = args.output / "database"
