@@ -202,7 +202,9 @@ def _tasks() -> Path:
     """Returns a folder of small repositories with a planted bug, removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="skyrl-fuzz-swe-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    data.tables(argparse.Namespace(source=None, output=folder))
+    parser = argparse.ArgumentParser()
+    data.add_arguments(parser)
+    data.tables(parser.parse_args([], argparse.Namespace(output=folder)))
     return folder / "tasks"
 
 
