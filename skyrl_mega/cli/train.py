@@ -141,12 +141,9 @@ def _run(args: argparse.Namespace) -> int:
         if finished := resuming.nothing_left(config):
             console.say(finished)
             return DONE
-        config = _decided(inputs.prepare(config, console), hf, folder, console)
+        config = _decided(_prepared(config, console), hf, folder, console)
         if misfit := refusal.find_error(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
-
-        if resuming.checkpoint_of(config) is None:
-            inputs.try_machine(config)
 
         idle = idle_gpus_note(config) if config.cluster.device == "cuda" else None
         notes = idle, cutoff_note(config), *data_notes, *unused_notes(config), *registry.unused_notes(config.telemetry)
@@ -180,6 +177,17 @@ def _check_options(args: argparse.Namespace) -> None:
     for name in () if args.simulate or args.dry_run else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:
             raise UserError("it has an effect only with --simulate or --dry-run; give one of them", key=f"--{name}")
+
+
+def _prepared(config: Config, console: Console) -> Config:
+    """Creates absent model and data, and tries the machine before a run without a checkpoint; returns the settings with
+    `cluster.device` decided."""
+    from skyrl_mega.cli import inputs, resuming
+
+    config = inputs.prepare(config, console)
+    if resuming.checkpoint_of(config) is None:
+        inputs.try_machine(config)
+    return config
 
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
