@@ -98,7 +98,7 @@ def test_daemons_and_fork_bombs_are_ended(container: CommandLineContainer) -> No
     bomb = "f() { f & f & sleep 1; wait; }; f"
     assert shell(container, f"({bomb}) >/dev/null 2>&1 & while :; do {bomb}; done", 5).status in ("timeout", "failed")
     container.end_processes(60)
-    assert shell(container, "echo kept > /work/kept; cat /work/kept").stdout == b"kept\n"
+    assert shell(container, "echo kept > /kept; cat /kept").stdout == b"kept\n"
     assert len(pids(container)) == 2
 
 
@@ -168,7 +168,7 @@ def test_a_killed_container_is_a_fault_although_another_ran_out_of_memory(option
 @pytest.mark.nightly
 def test_a_removal_that_was_cut_short_is_finished_later(options: dict[str, Any]) -> None:
     container = Podman(options).start(IMAGE, 60)
-    script = "mkdir /work/d; cd /work/d; i=0; while [ $i -lt 60000 ]; do i=$((i+1)); : > $i; done"
+    script = "mkdir /many; cd /many; i=0; while [ $i -lt 60000 ]; do i=$((i+1)); : > $i; done"
     assert shell(container, script, 60).status == "ok"
     for seconds in (0.05, 0.3, 0.5):
         with suppress(InfrastructureFault):
