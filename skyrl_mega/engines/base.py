@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.weights.members import GROUP
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +90,8 @@ class Facts:
     """Capacity of the KV cache in tokens."""
     cache_bytes: int
     """Bytes of the KV cache in each worker."""
+    weights: str = GROUP
+    """How the engine takes new weights: `GROUP`, `FILES` or `DIRECTORY` of `weights.members`."""
 
 
 class Engine(Protocol):
@@ -136,6 +139,23 @@ class Engine(Protocol):
             Exception: A process did not join; the type may be lost, the message names the process.
         """
 
+    async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
+        """Downloads weight version `version` into host memory or onto the engine's disk; called in place of
+        `connect_weights` for an engine with `Facts.weights` `FILES` or `DIRECTORY`. The engine goes on generating with
+        its present weights. `begin_update`, `update_weights`, which installs the downloaded weights, and `end_update`
+        follow; `abandon_update` drops the download.
+
+        Args:
+            source: Place of the weights, plain values only. `FILES`: the fields of `weights.files.source.Source`, for
+                `WorkerExtension.start_fetch`. `DIRECTORY`: "path", a Hugging Face directory, and "timeout_s", the time
+                limit in seconds.
+            version: Number of the weights to download.
+
+        Raises:
+            EngineDied: The engine's process is gone.
+            Exception: The weights cannot be read, or a checksum differs; the type may be lost.
+        """
+
     async def pause(self) -> None:
         """Stops computing until `resume`; requests under way are kept and new ones wait, cached prefixes are
         dropped."""
@@ -170,7 +190,8 @@ class Engine(Protocol):
         """
 
     async def begin_update(self) -> None:
-        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights`.
+        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights` or
+        `fetch_weights`.
 
         Raises:
             NotReady: The weights are asleep.
@@ -178,7 +199,8 @@ class Engine(Protocol):
 
     async def update_weights(self, checksums: bool) -> None:
         """Receives weights from the policy ranks after `begin_update`; returns when the weights of all workers are
-        complete. All policy ranks and engines of the group must exchange at the same time.
+        complete. All policy ranks and engines of the group must exchange at the same time. After `fetch_weights`,
+        writes the downloaded weights instead, and needs no policy rank.
 
         Args:
             checksums: True to verify each part after arrival; the same in the policy ranks.
@@ -197,7 +219,8 @@ class Engine(Protocol):
 
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
-        which needs `connect_weights` first, the engine stays paused, and a new request raises NotReady."""
+        which needs `connect_weights` or `fetch_weights` first, the engine stays paused, and a new request raises
+        NotReady."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with

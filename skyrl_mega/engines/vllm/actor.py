@@ -346,6 +346,10 @@ class VllmEngine:
 
         await self._await_vllm(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
+    async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
+        """Raises NotImplementedError: the engine joins the process group (`connect_weights`)."""
+        raise NotImplementedError(f"version {version} cannot be fetched from {source}; call connect_weights")
+
     async def pause(self) -> None:
         """Stops computing until `resume`. Requests under way are kept; cached prefixes are dropped."""
         self.watched, self.paused = False, True
