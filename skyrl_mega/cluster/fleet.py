@@ -1,4 +1,5 @@
-"""The engines of a run: a supervised group whose actors need the current weights before they serve.
+"""The engines of a run: a supervised group whose actors need the current weights before they serve, and may join and
+leave while the run trains.
 
 A running engine is stale until a weight sync: its weights are old, missing or half updated. Only engines with current
 weights receive requests; a restarted engine is stale.
@@ -6,19 +7,27 @@ weights receive requests; a restarted engine is stale.
 Parts of all actors can be put to sleep to free device memory for other processes (`config.residency`). A fleet with
 sleeping parts accepts no requests. After a failure during this time, the restart waits until all parts are awake again,
 because an actor needs all of its memory to start.
+
+An actor that joins is stale until the next weight sync. An actor that leaves gets no new requests; its requests finish,
+or move to other actors like the requests of a dead actor. Joined actors have a restart budget of their own, and never
+end the run: a joined actor that cannot be kept leaves.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from skyrl_mega.cluster.errors import ActorFailed, NodeGone
-from skyrl_mega.cluster.group import ActorGroup, PendingCall, describe, end_processes, gather, settle
-from skyrl_mega.cluster.supervised_group import State, SupervisedGroup
+from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeGone
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec, PendingCall, describe, end_processes, gather, settle
+from skyrl_mega.cluster.supervised_group import ALIVE, State, SupervisedGroup
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.residency import ENGINE
+from skyrl_mega.telemetry.events import Event
 
 WEIGHTS, _ = ENGINE
 
@@ -28,12 +37,12 @@ class NoServingActor(ActorFailed):
 
 
 class Fleet(SupervisedGroup):
-    """Interchangeable actors, by rank. All of them must be running when the fleet is created.
+    """Interchangeable actors, by rank. All of them must be running when the fleet is created; `add` adds others.
 
     Args:
         group: Actors with the methods `start(facts)` (returns when the actor is ready for a weight sync),
-            `sleep(parts)` and `wake(parts)` of `engines.base.Engine`.
-        restarts: Restart budget of the whole fleet.
+            `sleep(parts)`, `wake(parts)` and `drain()` of `engines.base.Engine`.
+        restarts: Restart budget of the actors of the start, and a second budget of the same size for joined actors.
         start_timeout_s: Seconds until a restarted actor is up.
         say: Prints a message for the user.
         facts: Return values of `start`, by rank; each is passed on to the `start` of the replacement actor.
@@ -61,8 +70,16 @@ class Fleet(SupervisedGroup):
         """
         self.asleep: frozenset[str] = frozenset()
         """Parts that no actor currently holds on its device."""
+        self.joined: set[int] = set()
+        """Ranks of all actors added by `add`, including actors that have left."""
+        self.joined_restarts = restarts
+        """Restarts left for joined actors."""
+        self.updating = threading.Lock()
+        """Held during a weight sync: a leaving actor is not ended in the middle of a transfer."""
         self._current: set[int] = set()
         """Ranks with the current weights."""
+        self._served: set[int] = set()
+        """Ranks that had current weights at least once."""
         self._ending: dict[int, Future[None]] = {}
         """Rank -> replacement of the failed actor's processes, which frees its memory, until the new actor's `start` is
         submitted."""
@@ -71,6 +88,100 @@ class Fleet(SupervisedGroup):
     def serving(self) -> list[int]:
         """Ranks ready for requests; empty while parts are asleep."""
         return [] if self.asleep else [rank for rank in self.up if rank in self._current]
+
+    @property
+    def left(self) -> list[int]:
+        """Ranks of actors that are leaving or have left, for good."""
+        return self.ranks(State.LEAVING, State.GONE)
+
+    def is_new(self, rank: int) -> bool:
+        """Returns True for a joined actor that has not had current weights yet."""
+        return rank in self.joined and rank not in self._served
+
+    def add(self, spec: ActorSpec) -> int:
+        """Starts a further actor in the background and returns the new rank, without waiting.
+
+        The actor takes part in the first weight sync after its start, and serves from then on. An actor that is not up
+        within `start_timeout_s`, or fails before its first sync, leaves by itself, with an event.
+
+        Args:
+            spec: Class, arguments and place of the actor.
+
+        Raises:
+            ClusterError: The fleet is closed, or parts are asleep.
+        """
+        with self._lock:
+            if self._closed or self.asleep:
+                raise ClusterError(f"no {self.group.name} can join: {'parts are asleep' if self.asleep else 'the end'}")
+            rank = self.group.add(spec)
+            self.facts.append(None)
+            self.states.append(State.JOINING)
+            self.joined.add(rank)
+            self._starting[rank] = self._threads.submit(self._join, rank)
+        return rank
+
+    def leave(self, rank: int, cause: str, grace_s: float) -> None:
+        """Takes an actor out of the fleet for good, without waiting and without a restart: the actor gets no new
+        requests, and is ended once its requests are finished. Does nothing for an actor that is leaving already.
+
+        Args:
+            rank: The actor's rank.
+            cause: Reason for the message.
+            grace_s: Seconds for the requests to finish; the others then move to other actors. 0 ends the actor at once,
+                for a lost node.
+
+        Raises:
+            UserError: There is no such actor, or no other actor of the fleet would be left.
+        """
+        with self._lock:
+            if not 0 <= rank < len(self.states) or self.states[rank] is State.GIVEN_UP:
+                raise UserError(f"allowed is one of {self.ranks(*ALIVE)}", key="engine", value=rank)
+            if self.states[rank] not in ALIVE:
+                return
+            if grace_s and not set(self.ranks(State.UP, State.STARTING)) - {rank}:
+                raise UserError("no other engine runs; add an engine first", key="engine", value=rank)
+            idle = self.states[rank] is not State.UP
+            self.states[rank] = State.LEAVING
+            self._current.discard(rank)
+            if self._closed:
+                return
+            starting = [f for f in (self._starting.pop(rank, None), self._ending.pop(rank, None)) if f is not None]
+            self._threads.submit(self._depart, rank, cause, 0.0 if idle else grace_s, starting)
+
+    def _join(self, rank: int) -> None:
+        """Starts an added actor; ends the actor after an error."""
+        until = time.monotonic() + self.start_timeout_s
+        try:
+            self.group.bring_up(rank, self.start_timeout_s)
+            call = self.group.submit(rank, "start", None)
+            self.facts[rank] = gather([call], max(0.0, until - time.monotonic()))[0]
+        except BaseException:
+            self.group.end(rank)
+            raise
+
+    def _depart(self, rank: int, cause: str, grace_s: float, starting: list[Future[None]]) -> None:
+        """Waits for the requests of a leaving actor, and ends the actor."""
+        until = time.monotonic() + grace_s
+        finished = True
+        if grace_s:
+            finished = bool(settle([self.group.submit(rank, "drain")], grace_s, after_failure=0.0).answers)
+            if self.updating.acquire(timeout=max(0.0, until - time.monotonic())):
+                self.updating.release()  # a later sync does without the actor
+        self.group.end(rank)
+        for future in starting:  # a restart under way may still start a new process
+            if not future.cancel():
+                wait([future], timeout=2 * self.start_timeout_s)
+                self.group.end(rank)
+        rest = "" if finished else "; its unfinished requests move to other engines"
+        self._gone(rank, "engine_left", f"left: {cause}{rest}", cause)
+
+    def _gone(self, rank: int, kind: str, text: str, cause: str) -> None:
+        """Marks an actor as gone, and reports the event."""
+        with self._lock:
+            self.states[rank] = State.GONE
+        name = f"{self.group.name}-{rank}"
+        if not self._closed:
+            self.say(Event(kind, f"{name} {text}", actor=name, rank=rank, cause=cause))
 
     def running(self) -> dict[int, Any]:
         """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
@@ -104,11 +215,32 @@ class Fleet(SupervisedGroup):
             wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
     def _finish_restart(self, rank: int, error: BaseException | None) -> None:
+        if rank in self.joined:
+            self._finish_join(rank, error)
+            return
         if error is not None and (isinstance(error, NodeGone) or not _failed_in_fleet(error, self.group.name)):
             # Either the node is gone and the run must choose new nodes, or another group failed. The rank stays
             # STARTING, so each later call raises the same error.
             raise error
         super()._finish_restart(rank, error)
+
+    def _finish_join(self, rank: int, error: BaseException | None) -> None:
+        """Handles the end of the start or the restart of a joined actor."""
+        joining = self.states[rank] is State.JOINING
+        if not joining and (error is None or (isinstance(error, ActorFailed) and not isinstance(error, NodeGone))):
+            super()._finish_restart(rank, error)
+            return
+        del self._starting[rank]
+        if error is not None:
+            self.joined_restarts += isinstance(error, NodeGone) and not joining  # a lost node is no fault of the engine
+            self.last_failure = error if isinstance(error, ActorFailed) else self.last_failure
+            kind, text = ("engine_not_joined", "did not join") if joining else ("engine_left", "left")
+            self._gone(rank, kind, f"{text}: {error}", describe(error))
+            return
+        self.states[rank] = State.UP
+        name, where = f"{self.group.name}-{rank}", self.group.where[rank].address
+        text = f"{name} joined on {where}{self.back_note}"
+        self.say(Event("engine_joined", text, actor=name, rank=rank, address=where))
 
     def serve(self, ranks: Collection[int]) -> None:
         """Marks the actors of these ranks as holding the current weights, so that they serve; ranks failed in the
@@ -116,6 +248,7 @@ class Fleet(SupervisedGroup):
         """
         with self._lock:
             self._current = {*ranks} & {*self.up}
+            self._served |= self._current
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an actor out of service, ends its processes and starts a replacement in the background, without
@@ -128,10 +261,28 @@ class Fleet(SupervisedGroup):
         Raises:
             ActorFailed: The restart budget is used up.
         """
-        super().retire(rank, cause)
+        with self._lock:
+            if rank in self.joined and self.states[rank] is State.UP and not self._may_restart(rank):
+                self.last_failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
+                self.leave(rank, self.last_failure.cause, 0.0)
+                return
+            super().retire(rank, cause)
         if self.states[rank] is State.GIVEN_UP:
             assert self.last_failure is not None
             raise self.last_failure
+
+    def _may_restart(self, rank: int) -> bool:
+        """Returns True if a joined actor may be restarted: after its first weight sync, within the budget."""
+        return self.joined_restarts > 0 and rank in self._served and not self._closed
+
+    def _spend(self, rank: int) -> bool:
+        if rank not in self.joined:
+            return super()._spend(rank)
+        self.joined_restarts -= 1
+        return True
+
+    def _budget(self, rank: int) -> int:
+        return self.joined_restarts if rank in self.joined else super()._budget(rank)
 
     def _restart(self, rank: int) -> None:
         self._current.discard(rank)

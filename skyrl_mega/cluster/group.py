@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,8 @@ END_S = 10.0
 """Seconds until the processes of killed actors must be gone."""
 
 
+NOWHERE = Location("", 0, "", "", ())
+"""Location of an actor that does not run yet."""
 Waiting = Callable[[Sequence[str]], None]
 """Receives the names of the actors that a call still waits for."""
 
@@ -49,18 +51,34 @@ class PendingCall:
         return f"{self.group}-{self.rank}"
 
 
+@dataclass(frozen=True)
+class ActorSpec:
+    """Everything needed to start an actor, and later a replacement."""
+
+    actor_class: type
+    """A plain class; `async def` methods make the actor concurrent."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the constructor."""
+    slot: Slot | None = None
+    """Place of the actor; None leaves the choice to Ray."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the actor's process."""
+
+
 class ActorGroup:
-    """Actors of a single class, by rank."""
+    """Actors by rank. A rank is never reused: an actor added later gets the next rank."""
 
     def __init__(self, name: str, actors: list[Any], placement: Placement | None = None) -> None:
         self.name, self.actors, self.placement = name, actors, placement
         self.logs: list[str | None] = [None] * len(actors)
         self.where: list[Location] = []
-        self._start: Callable[[int], Any] | None = None
-        self._places: list[tuple[ActorIdentity, dict[str, Any]]] = []
+        self._folder: Path | None = None
+        self._specs: list[ActorSpec] = []
+        self._classes: dict[type, Any] = {}
+        """Actor class → Ray's class, exported once."""
         self._ended = False
         self._ended_ranks: set[int] = set()
-        """Ranks whose processes have been ended; another program may reuse the process ids."""
+        """Ranks without processes to end: not known yet, or ended, and another program may reuse the process ids."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -96,29 +114,96 @@ class ActorGroup:
             ActorFailed: A constructor raised another error, or a process died.
             ActorTimeout: Some actors were not up within `timeout` seconds.
         """
-        import ray
-
-        remote = ray.remote(hosted(actor_class))
-        files = [None if logs is None else str(logs.absolute() / f"{name}-{r}.log") for r in range(len(arguments))]
-
-        def start(slot: Slot | None) -> Any:
-            options = {"num_cpus": 0} if slot is None else slot.options()
-            variables = (env or {}) | (slot.env if slot else {})
-            return remote.options(**options, runtime_env={"env_vars": variables} if variables else None).remote()
-
         until = time.monotonic() + timeout
         slots: list[Slot | None] = [None] * len(arguments) if placement is None else [*placement.slots]
-        group = cls(name, [start(slot) for slot in slots], placement)
-        group.logs = files
+        group = cls(name, [], placement)
+        group._folder = logs
+        group.actors = [group._start(ActorSpec(actor_class, {}, slot, env or {})) for slot in slots]
+        group.logs = [group._log(rank) for rank in range(len(slots))]
         locations = group.call_all("location", timeout=timeout, waiting=waiting)
         order = by_gpu(locations)
-        slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
+        group.actors = [group.actors[i] for i in order]
         group.where = [locations[i] for i in order]
-        group._start = lambda rank: start(slots[rank])
-        group._places = [(ActorIdentity(name, rank, files[rank]), kwargs) for rank, kwargs in enumerate(arguments)]
+        group._specs = [
+            ActorSpec(actor_class, kwargs, slots[i], env or {}) for i, kwargs in zip(order, arguments, strict=True)
+        ]
         left = max(0.0, until - time.monotonic())
-        group.call_all("construct", per_rank=group._places, timeout=left, waiting=waiting)
+        group.call_all(
+            "construct", per_rank=[*map(group._construction, range(len(order)))], timeout=left, waiting=waiting
+        )
         return group
+
+    def add(self, spec: ActorSpec) -> int:
+        """Starts a further actor without waiting, and returns the new rank. `bring_up` must follow.
+
+        Raises:
+            ClusterError: The group has been shut down.
+        """
+        with self._lock:
+            rank = len(self.actors)
+            self._refuse_if_ended(rank)
+            self._specs.append(spec)
+            self.logs.append(self._log(rank))
+            self.where.append(NOWHERE)
+            self._ended_ranks.add(rank)
+            self.actors.append(self._start(spec))
+        return rank
+
+    def bring_up(self, rank: int, timeout: float) -> None:
+        """Waits until an added actor's process runs, and constructs the actor. After an error the actor may still run;
+        `end` ends it.
+
+        Args:
+            rank: The actor's rank.
+            timeout: Seconds until the constructor must return.
+
+        Raises:
+            UserError: The constructor raised it.
+            ActorFailed: The constructor raised another error, or the actor died.
+            ActorTimeout: The actor was not up within `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]
+        self._ended_ranks.discard(rank)
+        gather([self.submit(rank, "construct", *self._construction(rank))], max(0.0, until - time.monotonic()))
+
+    def extend(self, specs: Sequence[ActorSpec], *, timeout: float) -> None:
+        """Adds actors of any class, and waits until all are up. On a failure the whole group is ended first. For the
+        errors see `bring_up`.
+
+        Args:
+            specs: The actors, in the order of the new ranks.
+            timeout: Seconds until the last constructor must return.
+        """
+        until = time.monotonic() + timeout
+        ranks = [self.add(spec) for spec in specs]
+        try:
+            for rank in ranks:
+                self.bring_up(rank, max(0.0, until - time.monotonic()))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, spec: ActorSpec) -> Any:
+        import ray
+
+        if spec.actor_class not in self._classes:
+            self._classes[spec.actor_class] = ray.remote(hosted(spec.actor_class))
+        options = {"num_cpus": 0} if spec.slot is None else spec.slot.options()
+        variables = {**spec.env, **(spec.slot.env if spec.slot else {})}
+        environment = {"env_vars": variables} if variables else None
+        return self._classes[spec.actor_class].options(**options, runtime_env=environment).remote()
+
+    def _log(self, rank: int) -> str | None:
+        return None if self._folder is None else str(self._folder.absolute() / f"{self.name}-{rank}.log")
+
+    def _construction(self, rank: int) -> tuple[ActorIdentity, dict[str, Any]]:
+        """Returns the arguments of the actor's method `construct`."""
+        return ActorIdentity(self.name, rank, self.logs[rank]), dict(self._specs[rank].arguments)
+
+    def _refuse_if_ended(self, rank: int) -> None:
+        if self._ended:
+            raise ClusterError(f"{self.name}-{rank} is not started: its group has been shut down")
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -222,16 +307,11 @@ class ActorGroup:
             ActorFailed: The constructor raised another error, or the replacement died.
             ActorTimeout: The replacement was not up within `timeout` seconds.
         """
-        assert self._start is not None
         self.end(rank)
         with self._lock:
-            if self._ended:
-                raise ClusterError(f"{self.name}-{rank} is not restarted: its group has been shut down")
-            self.actors[rank] = self._start(rank)
-        until = time.monotonic() + timeout
-        self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]
-        self._ended_ranks.discard(rank)
-        gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
+            self._refuse_if_ended(rank)
+            self.actors[rank] = self._start(self._specs[rank])
+        self.bring_up(rank, timeout)
 
     def shutdown(self) -> None:
         """Kills the actors of this group and all child processes, and releases the reserved places. Returns when the

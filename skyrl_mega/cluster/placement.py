@@ -25,16 +25,17 @@ class Slot:
     strategy: Any
     """Ray scheduling strategy for this place."""
     resources: dict[str, float]
-    """Reserved resources, `CPU` and `GPU` → number; {} reserves nothing."""
+    """Reserved resources, `CPU`, `GPU` or the name of another Ray resource → number; {} reserves nothing."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of this place."""
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments of Ray's `.options()` that start an actor in this place: CPUs, GPUs and scheduling
+        """Returns the arguments of Ray's `.options()` that start an actor in this place: resources and scheduling
         strategy."""
         return {
             "num_cpus": self.resources.get("CPU", 0),
             "num_gpus": self.resources.get("GPU", 0),
+            "resources": {name: count for name, count in self.resources.items() if name not in ("CPU", "GPU")},
             "scheduling_strategy": self.strategy,
         }
 

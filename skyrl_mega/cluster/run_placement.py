@@ -228,7 +228,8 @@ def _tensor_groups(ranks: int, tensor: int) -> list[int]:
 
 
 def actual_placement(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
-    """Returns the real placement of policy and engines; reference and critic keep their planned places.
+    """Returns the real placement of policy and engines; reference and critic keep their planned places. There may be
+    more engines than planned.
 
     Reference and critic take no part in the weight sync. Nodes are numbered as planned where the processes are on the
     planned nodes.
@@ -261,7 +262,7 @@ def differences(planned: RunPlacement, real: RunPlacement) -> str:
     at most `SHOWN` by name; "" if all are as planned."""
     lines = []
     for name, want, have in (("policy rank", planned.policy, real.policy), ("worker", planned.engines, real.engines)):
-        for number, (a, b) in enumerate(zip(want, have, strict=True)):
+        for number, (a, b) in enumerate(zip(want, have, strict=False)):  # engines that joined have no planned place
             positions = [(p.node(device), device % p.per_node) for p, device in ((planned, a), (real, b))]
             if positions[0] != positions[1]:
                 planned_at, found_at = (f"node {node} device {index}" for node, index in positions)
@@ -271,9 +272,9 @@ def differences(planned: RunPlacement, real: RunPlacement) -> str:
 
 def _numbers(nodes: Sequence[str], planned: Sequence[int], reserved: set[int]) -> dict[str, int]:
     """Returns a number for each node: the number wanted by the first process there, or the first unused and unreserved
-    number."""
+    number. Processes without an entry in `planned` want no number."""
     number: dict[str, int] = {}
-    for node, want in zip(nodes, planned, strict=True):
+    for node, want in zip(nodes, planned, strict=False):
         if node not in number and want not in number.values():
             number[node] = want
     spare = (n for n in count() if n not in {*number.values(), *reserved})

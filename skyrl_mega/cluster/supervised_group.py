@@ -27,6 +27,18 @@ class State(Enum):
     """A replacement of a failed actor starts in the background."""
     GIVEN_UP = "given up"
     """The actor failed and is not restarted."""
+    JOINING = "joining"
+    """An actor added to the group starts in the background."""
+    LEAVING = "leaving"
+    """The actor gets no new work and will be ended."""
+    GONE = "gone"
+    """The actor has left the group for good. The rank is not used again."""
+
+
+ALIVE = (State.UP, State.STARTING, State.JOINING)
+"""States of actors that run or will run."""
+MOST_THREADS = 256
+"""Largest number of background threads of a group; a thread exists only once needed."""
 
 
 class SupervisedGroup:
@@ -51,7 +63,7 @@ class SupervisedGroup:
         self.states = [State.UP] * len(group)
         self.last_failure: ActorFailed | None = None
         self._starting: dict[int, Future[None]] = {}
-        self._threads = ThreadPoolExecutor(len(group), thread_name_prefix=f"restart-{group.name}")
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=f"restart-{group.name}")
         self._closed = False
         self._lock = threading.RLock()
         """Guards states and restarts: several threads and event loops may detect the same failure at the same time."""
@@ -61,21 +73,21 @@ class SupervisedGroup:
         """Ranks with state UP, in order."""
         return self.ranks(State.UP)
 
-    def ranks(self, state: State) -> list[int]:
-        """Returns the ranks of the actors in this state, in order."""
-        return [rank for rank, present in enumerate(self.states) if present is state]
+    def ranks(self, *states: State) -> list[int]:
+        """Returns the ranks of the actors in these states, in order."""
+        return [rank for rank, present in enumerate(self.states) if present in states]
 
     def running(self) -> dict[int, Any]:
         """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
 
         Raises:
-            ActorFailed: All actors are given up; names the root cause of the last failure.
+            ActorFailed: All actors are given up, or have left; names the root cause of the last failure.
         """
         with self._lock:
             for rank, starting in list(self._starting.items()):
                 if starting.done():
                     self._finish_restart(rank, starting.exception())
-            if self.last_failure is not None and len(self.ranks(State.GIVEN_UP)) == len(self.group):
+            if self.last_failure is not None and not self.ranks(*ALIVE):
                 raise self.last_failure
             return {rank: self.group.actors[rank] for rank in self.up}
 
@@ -100,25 +112,34 @@ class SupervisedGroup:
             if self.states[rank] is not State.UP:
                 return
             failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
-            self.last_failure, restart = failure, self.restarts > self._lowest(rank) and not self._closed
-            self.restarts -= restart
+            self.last_failure, restart = failure, self._spend(rank)
             self.states[rank] = State.STARTING if restart else State.GIVEN_UP
             if self._closed:
                 return
-            left = max(0, self.restarts)
+            kind = "actor_lost" if restart else "actor_given_up"
+            left = max(0, self._budget(rank))
             if not restart:
                 then = "No restart is left (rollout.restarts)."
-            elif self.restarts < 0:
+            elif self._budget(rank) < 0:
                 then = "Restarting it beyond the budget (rollout.restarts), to isolate the cause."
             else:
                 then = f"Restarting it ({left} restarts left)."
             text = f"{failure.actor} is out of service: {failure.cause}. {self.lost_note}{then}"
-            kind = "actor_lost" if restart else "actor_given_up"
             self.say(Event(kind, text, **failure.facts, restarts_left=left))
             if restart:
                 self._restart(rank)
             else:
                 self._threads.submit(self.group.end, rank)
+
+    def _spend(self, rank: int) -> bool:
+        """Takes a restart for this rank from the budget; returns False if none is left."""
+        restart = self.restarts > self._lowest(rank) and not self._closed
+        self.restarts -= restart
+        return restart
+
+    def _budget(self, rank: int) -> int:
+        """Returns the restarts left for this rank."""
+        return self.restarts
 
     def _lowest(self, rank: int) -> int:
         """Returns the value of `restarts` at which this rank is given up; below 0 if it may exceed the budget."""

@@ -127,6 +127,9 @@ class Engine(Protocol):
     async def forget(self) -> None:
         """Drops the cached prefixes of earlier requests; later requests compute all of their tokens."""
 
+    async def drain(self) -> None:
+        """Waits, without limit, until no request is under way. Refuses no new request."""
+
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Connects every worker to the process group of weight transfers, and leaves a former group first. Returns
         after all processes of the group joined, at most after the connection's `timeout_s`.

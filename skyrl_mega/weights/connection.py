@@ -39,6 +39,8 @@ class Connection:
     """Time limit in seconds for joining, and for a whole transfer."""
     plans: str
     """Folder of cached transfer plans."""
+    engines: tuple[int, ...] = ()
+    """Rank of each participating engine in the fleet, for messages; empty takes the numbers of the plan."""
 
     @property
     def plan_inputs(self) -> SyncInputs:
@@ -90,7 +92,8 @@ class Connection:
             rank, name = source, f"policy rank {source}"
         else:
             assert target is not None
-            engine, worker = inputs.members[target // inputs.workers], target % inputs.workers
+            names = self.engines or inputs.members
+            engine, worker = names[target // inputs.workers], target % inputs.workers
             rank, name = ranks + target, f"engine {engine} worker {worker}"
         ends, wire = inputs.endpoints()
         plan = self.plan()  # before the meeting, so that no process waits there for planning

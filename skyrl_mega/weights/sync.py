@@ -120,6 +120,10 @@ class WeightSync:
                 without an engine to blame; carries the root cause.
             UserError: A process rejected the settings.
         """
+        with self.fleet.updating:
+            return self._sync(version)
+
+    def _sync(self, version: int) -> dict[str, float]:
         blameless = 0
         while True:
             start = time.perf_counter()
@@ -131,7 +135,7 @@ class WeightSync:
                 metrics = self._transfer(version)
             except _Failed as failed:
                 self.failures += 1
-                blamed = self._blame(failed, members)
+                blamed = self._blame(failed, members) or self._newcomers(members)
                 self._disconnect(members, blamed)
                 for engine, cause in blamed.items():
                     self.fleet.retire(engine, cause)
@@ -160,7 +164,9 @@ class WeightSync:
         if self.store is None:  # kept for the whole run: no other process may take its port
             self.store = host_store(ray.util.get_node_ip_address(), config.cluster.start_timeout_s)
         self.group_count += 1
-        inputs = replace(SyncInputs.of(config, self.hf, self._current_placement()), members=tuple(members))
+        places = [*range(config.rollout.engines), *(rank for rank in members if rank >= config.rollout.engines)]
+        inputs = SyncInputs.of(config, self.hf, self._current_placement(places))
+        inputs = replace(inputs, members=tuple(map(places.index, members)))
         connection = Connection(
             host=self.store.host,
             port=self.store.port,
@@ -169,6 +175,7 @@ class WeightSync:
             bucket_bytes=int(config.weights.bucket_mib * 2**20),
             timeout_s=config.weights.timeout_s,
             plans=str(self.plans),
+            engines=tuple(members),
         )
         plan = self._plan(connection)  # cached on disk for the other processes
         self.ideal, self.nic = max(plan.bytes_in), cost(plan)
@@ -181,14 +188,14 @@ class WeightSync:
         self._await_all(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
         self.members = members
 
-    def _current_placement(self) -> RunPlacement:
-        """Returns the actual placement of policy and engines; reports differences from the planned placement."""
-        placement, planned = (
-            actual_placement(self.config, self.policy.where, self.fleet.group.where),
-            plan_placement(self.config),
-        )
-        if placement not in (planned, self.placement):
-            self.say(f"the processes are not placed as planned: {differences(planned, placement)}")
+    def _current_placement(self, engines: list[int]) -> RunPlacement:
+        """Returns the actual placement of the policy and of the engines with these ranks; reports differences from the
+        planned placement."""
+        where = [self.fleet.group.where[rank] for rank in engines]
+        placement = actual_placement(self.config, self.policy.where, where)
+        text = differences(plan_placement(self.config), placement)
+        if text and placement != self.placement:
+            self.say(f"the processes are not placed as planned: {text}")
         self.placement = placement
         return placement
 
@@ -197,7 +204,7 @@ class WeightSync:
 
         For the first sync with all engines placed as planned, a cached plan other than the dry run's is replaced.
         """
-        whole = len(connection.plan_inputs.members) == self.config.rollout.engines
+        whole = connection.plan_inputs.members == tuple(range(self.config.rollout.engines))
         expected = None
         if whole and not self.digest and self.placement == plan_placement(self.config):
             expected = sync_plan(self.config, self.hf)
@@ -290,6 +297,12 @@ class WeightSync:
         blamed = {c.rank: describe(error) for c, error in probes.failures}
         blamed |= {c.rank: f"no answer within {PROBE_S:g} s" for c in probes.silent}
         return {engine: f"{cause} ({first})" if first else cause for engine, cause in blamed.items()}
+
+    def _newcomers(self, members: list[int]) -> dict[int, str]:
+        """Returns the joined engines without a successful sync, each with the reason for leaving them out: a new engine
+        that the policy cannot reach must not end the run."""
+        cause = "a weight sync failed without another cause, and this engine has never been in a successful one"
+        return {rank: cause for rank in members if self.fleet.is_new(rank)}
 
     def _disconnect(self, members: list[int], blamed: Collection[int]) -> None:
         """Disconnects the policy and abandons the update at healthy engines; data received so far is never served.

@@ -14,8 +14,11 @@ import pytest
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
-from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec, gather
 from skyrl_mega.cluster.ray_session import session
+from skyrl_mega.cluster.supervised_group import State
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.telemetry.events import Event
 
 
 class Server:
@@ -53,6 +56,9 @@ class Server:
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def drain(self) -> None:
+        """Returns after the calls before it, like an engine without requests."""
+
     def sleep(self, parts: list[str]) -> None:
         assert self.started
         self.asleep |= {*parts}
@@ -81,6 +87,20 @@ def fleet(ray: None, tmp_path: Path) -> Iterator[Fleet]:
     yield fleet
     fleet.close()
     group.shutdown()
+
+
+def joining(number: int, tmp_path: Path) -> ActorSpec:
+    """Returns an actor that joins."""
+    return ActorSpec(Server, {"number": number, "trouble": str(tmp_path)})
+
+
+def reached(fleet: Fleet, rank: int, state: State, seconds: float = 180) -> None:
+    """Waits until a rank has a state."""
+    deadline = time.monotonic() + seconds
+    while fleet.states[rank] is not state:
+        fleet.running()
+        assert time.monotonic() < deadline, fleet.states
+        time.sleep(0.05)
 
 
 def back(fleet: Fleet, rank: int, seconds: float = 180) -> None:
@@ -288,3 +308,64 @@ def test_where_all_have_failed_asleep_room_is_made_and_what_slept_sleeps_again(f
     assert inside == []
     assert fleet.ensure_running() == [0, 1], "none may start later, when the room is taken"
     assert sorted(inside) == [(0, {"kv_cache"}), (1, {"kv_cache"})]
+
+
+def test_an_actor_joins_serves_and_leaves_after_its_calls(fleet: Fleet, tmp_path: Path) -> None:
+    events: list[Event] = []
+    fleet.say = events.append  # type: ignore[assignment]
+    fleet.serve([0, 1])
+    assert fleet.add(joining(2, tmp_path)) == 2
+    assert fleet.running().keys() == {0, 1}, "a start delays nobody"
+    reached(fleet, 2, State.UP)
+    assert fleet.facts == [10, 11, 12] and fleet.serving == [0, 1], "stale until the next sync"
+    fleet.serve(fleet.ensure_running())
+    assert fleet.serving == [0, 1, 2]
+    busy = fleet.group.submit(2, "pause", 2.0)
+    pid = fleet.group.where[2].pid
+    fleet.leave(2, "no longer needed", 60.0)
+    fleet.leave(2, "said twice", 60.0)
+    assert fleet.serving == [0, 1] and fleet.left == [2]
+    assert gather([busy], 60) == [None], "its calls finish"
+    reached(fleet, 2, State.GONE)
+    assert not reaper.members(pid)
+    fleet.retire(2, "found dead by a router that did not know")
+    assert fleet.restarts == fleet.joined_restarts == 3
+    assert [(event.kind, event.facts["rank"]) for event in events] == [("engine_joined", 2), ("engine_left", 2)]
+    fleet.leave(0, "an actor of the start may leave too", 60.0)
+    with pytest.raises(UserError, match="no other engine runs"):
+        fleet.leave(1, "the last one", 60.0)
+    assert fleet.add(joining(3, tmp_path)) == 3, "a rank is never used again"
+
+
+def test_a_joined_actor_that_fails_never_ends_the_run(fleet: Fleet, tmp_path: Path) -> None:
+    events: list[Event] = []
+    fleet.say = events.append  # type: ignore[assignment]
+    fleet.serve([0, 1])
+    (tmp_path / "2").touch()
+    fleet.add(joining(2, tmp_path))
+    reached(fleet, 2, State.GONE)
+    fleet.add(joining(3, tmp_path))
+    reached(fleet, 3, State.UP)
+    fleet.retire(3, "failed in its first sync")
+    reached(fleet, 3, State.GONE)
+    fleet.joined_restarts = 1
+    fleet.add(joining(4, tmp_path))
+    reached(fleet, 4, State.UP)
+    fleet.serve([0, 1, 4])
+    for expected in (State.UP, State.GONE):
+        fleet.retire(4, "killed")
+        reached(fleet, 4, expected)
+    assert fleet.restarts == 3 and fleet.ensure_running() == [0, 1] == fleet.serving
+    kinds = ["engine_not_joined", "engine_joined", "engine_left", "engine_joined", "actor_lost", "actor_back"]
+    assert [event.kind for event in events] == [*kinds, "engine_left"]
+    assert "no memory for 2" in events[0]
+
+
+def test_unfinished_calls_of_a_leaving_actor_fail_after_the_grace(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.serve([0, 1])
+    busy = fleet.group.submit(1, "pause", 600.0)
+    fleet.leave(1, "its node ends soon", 0.5)
+    with pytest.raises(ActorFailed, match="its process died"):
+        gather([busy], 60)
+    reached(fleet, 1, State.GONE)
+    assert fleet.restarts == 3

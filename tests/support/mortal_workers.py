@@ -201,6 +201,7 @@ class Engines:
         self.group = SimpleNamespace(name="engine", actors=["e0", "e1"])
         self.facts = [Facts(cache_tokens=1000, cache_bytes=1), None]
         self.serving = [0, 1]
+        self.left: list[int] = []
         self.restarts = 1
 
     def retire(self, rank: int, cause: str) -> None:

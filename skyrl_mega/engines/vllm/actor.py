@@ -329,6 +329,11 @@ class VllmEngine:
         if self._worker_records:
             await self.workers("forget_routes")
 
+    async def drain(self) -> None:
+        """Waits, without limit, until no request is under way. Refuses no new request."""
+        while self.running:
+            await asyncio.sleep(CHECK_EVERY_S)
+
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:

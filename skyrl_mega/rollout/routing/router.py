@@ -248,11 +248,13 @@ class Router:
         self.journal.forget(trajectory)
 
     def rejoin(self) -> None:
-        """Lets all engines that serve after a weight sync take requests again, restarted engines included, and
-        continues sending requests. Does not wait."""
+        """Lets all engines that serve after a weight sync take requests again, restarted and joined engines included,
+        and continues sending requests. Forgets engines that left. Does not wait."""
         self.awaiting_sync.clear()
         self.rejoins += 1
-        for engine in self.fleet.serving:
+        serving = [*self.fleet.serving]
+        self.load = {engine: load for engine, load in self.load.items() if engine in serving or load.requests}
+        for engine in serving:
             if engine not in self.load:
                 self.load[engine] = self._new_load(engine)
         self._schedule()

@@ -77,6 +77,8 @@ class WorkerLink:
     """Jobs not sent yet."""
     abandoned: list[int] = field(default_factory=list)
     """Keys of abandoned jobs, not sent yet."""
+    left: set[int] = field(default_factory=set)
+    """Ranks of engines reported to the worker as leaving."""
     ready: bool = False
     """True once the worker knows the session. Nothing else is sent before, because calls may overtake each other."""
     listening: asyncio.Task[None] | None = None
@@ -342,6 +344,7 @@ class WorkerClient:
                 link.actor.rejoin.remote(self.name, self._engines())  # the engines may have changed meanwhile
             self._send()
             while True:
+                self._report_left(link)
                 events: list[WorkerEvent] = await asyncio.wait_for(link.actor.events.remote(self.name), SILENCE_S)
                 for event in events:  # first: a crash before the hand-over must not lose the counts
                     if isinstance(event, TimelineCounts):
@@ -363,6 +366,12 @@ class WorkerClient:
             finally:
                 link.ready = False  # the worker does not know the session any more
                 link.fail(_WorkerLost("", received=False))
+
+    def _report_left(self, link: WorkerLink) -> None:
+        """Tells a worker, without waiting, that engines are leaving and get no new requests."""
+        if new := {*self.engines.left} - link.left:
+            link.left |= new
+            link.actor.engines_left.remote(self.name, sorted(new))
 
     async def _receive(self, link: WorkerLink, finished: Sequence[Finished]) -> None:
         """Takes ownership of the arrays of finished trajectories without fetching: the arrays stay in the memory of the

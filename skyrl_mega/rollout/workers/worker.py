@@ -128,9 +128,14 @@ class RolloutWorker:
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
         """Replaces the session's view of the engines after a weight sync: the serving engines of the view accept
-        requests again. The view has as many actors as in `begin`; only engines in `serving` get requests. Ignores a
-        view older than the known one. Raises KeyError after the session's end."""
+        requests again. The view has at least as many actors as before; only engines in `serving` get requests. Ignores
+        a view older than the known one. Raises KeyError after the session's end."""
         self.sessions[session].rejoin(engines)
+
+    async def engines_left(self, session: str, ranks: Sequence[int]) -> None:
+        """Sends no new requests of a session to these engines, which are leaving the run; their requests finish. Raises
+        KeyError after the session's end."""
+        self.sessions[session].engines.remove(ranks)
 
     async def events(self, session: str) -> list[WorkerEvent]:
         """Returns a session's events since the last call; waits up to `HEARTBEAT_S` seconds for the first. An empty
@@ -243,7 +248,7 @@ class PhaseSession:
 
     def rejoin(self, engines: EngineView) -> None:
         """Takes over the driver's view after a weight sync and lets its serving engines accept requests again; ignores
-        a view from before the latest known sync. The view has as many actors as before (`KnownEngines.update`)."""
+        a view from before the latest known sync."""
         if engines.syncs < self.engines.syncs:
             return
         self.engines.update(engines)
@@ -306,14 +311,17 @@ class KnownEngines:
         """Takes over the driver's current view. An unchanged engine keeps the old handle, because the router compares
         handles by identity.
 
-        The view has as many actors as before, by rank: a restarted engine has another handle in its place, and an
-        engine out of service is only absent from `serving`.
+        The view has the actors known before, by rank, and possibly further ones: a restarted engine has another handle
+        in its place, and an engine out of service is only absent from `serving`.
 
         Raises:
-            ValueError: The view has another number of actors.
+            ValueError: The view has fewer actors.
         """
         known = self.group.actors
-        self.group.actors = [old if old == new else new for old, new in zip(known, engines.actors, strict=True)]
+        if len(engines.actors) < len(known):
+            raise ValueError(f"{len(engines.actors)} engines instead of at least {len(known)}: a rank is never removed")
+        kept = [old if old == new else new for old, new in zip(known, engines.actors, strict=False)]
+        self.group.actors = [*kept, *engines.actors[len(known) :]]
         self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs
 
     def retire(self, rank: int, cause: str) -> None:
@@ -322,6 +330,10 @@ class KnownEngines:
         if rank in self.serving:
             self.serving.remove(rank)
             self.report(EngineDead(rank, self.group.actors[rank], cause))
+
+    def remove(self, ranks: Sequence[int]) -> None:
+        """Takes leaving engines out of service in this session."""
+        self.serving = [rank for rank in self.serving if rank not in ranks]
 
     def check(self) -> None:
         """Raises NoServingActor if no engine is in service."""

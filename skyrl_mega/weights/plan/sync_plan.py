@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -32,9 +32,9 @@ class SyncInputs:
     spec: Spec
     """The policy's layer spec, the source of parameter names."""
     engines: dict[str, Any]
-    """Fields of `EnginesLayout`, for all engines of the run."""
+    """Fields of `EnginesLayout`, for all engines with a device in `targets`."""
     members: tuple[int, ...]
-    """Numbers of the participating engines in the run."""
+    """Numbers of the participating engines among all engines."""
     sources: tuple[int, ...]
     """Device of each policy rank."""
     targets: tuple[int, ...]
@@ -48,8 +48,8 @@ class SyncInputs:
 
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
-        """Returns the inputs for the settings and the devices of all processes, with all engines as members. With
-        `cluster.device: auto` the policy's layers are those of CUDA.
+        """Returns the inputs for the settings and the devices of all processes, with all engines of the placement as
+        members. With `cluster.device: auto` the policy's layers are those of CUDA.
 
         Args:
             config: The settings.
@@ -57,12 +57,14 @@ class SyncInputs:
             placement: Device of every process.
         """
         topology = Topology.from_placement(placement, Links.from_config(config.cluster))
+        layout = engines_of(config)
+        layout = replace(layout, count=len(placement.engines) // layout.workers)  # engines join and leave
         return cls(
             hf=dict(hf),
             parallel=asdict(ParallelDims.from_config(config.policy.layout, policy_ranks(config))),
             spec=layer_spec(config.policy.spec, planned_device(config)),
-            engines=asdict(engines_of(config)),
-            members=tuple(range(config.rollout.engines)),
+            engines=asdict(layout),
+            members=tuple(range(layout.count)),
             sources=topology.sources,
             targets=topology.targets,
             links=asdict(topology.links),
