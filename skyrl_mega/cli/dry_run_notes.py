@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config import allocator
 from skyrl_mega.config.checks.learning import MOST_SIMULATED
 from skyrl_mega.config.checks.unused import unused_notes
@@ -21,7 +22,7 @@ from skyrl_mega.config.derived import (
 )
 from skyrl_mega.config.precision import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
-from skyrl_mega.models import engine
+from skyrl_mega.models import engine, megatron
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.models.quantization import BLOCK
@@ -31,11 +32,11 @@ from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.candidates import changed
 from skyrl_mega.planner.engine_weights import kv_bytes_per_token
 from skyrl_mega.planner.host_memory import numa_warnings
-from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
+from skyrl_mega.planner.memory import GIB, gpu_bytes, itemsize, on_cpu, policy_memory
 from skyrl_mega.planner.moves import needless_offloads
 from skyrl_mega.planner.relief import Relief, least_safe_phase, relief
 from skyrl_mega.planner.shared import stage_ranks
-from skyrl_mega.planner.times import generate_time, step_time
+from skyrl_mega.planner.times import context_bytes, generate_time, step_time
 from skyrl_mega.telemetry.trackers import registry
 
 
@@ -57,6 +58,7 @@ def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: floa
             dynamic.note(config, signal),
             *_on_offload(config, decoder, parallel),
             *_on_policy(config, decoder, parallel),
+            *_on_context(config, decoder, parallel, sizes),
             *_on_shared_gpus(config, decoder, parallel),
         ]
         lines += _on_streaming(config, decoder, parallel)
@@ -190,6 +192,25 @@ def _on_policy(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iter
             f"{(max(peaks.values()) - gpu) / GIB:.1f} GiB of a GPU, though within their margin; "
             f"{_relief_text(relief(config, decoder, parallel))}"
         )
+
+
+def _on_context(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> Iterator[str]:
+    """Yields a note with the bytes of both exchanges of context ranks, with context parallelism."""
+    if parallel.context == 1:
+        return
+    texts = []
+    for exchange in (parallel.context_exchange, "all_to_all" if parallel.context_exchange == "ring" else "ring"):
+        layout = replace(parallel, context_exchange=exchange)
+        mib = context_bytes(decoder, layout, itemsize(config)) * sizes.row.tokens / 2**20
+        try:
+            megatron.check(decoder, layout)
+            texts.append(f"{mib:,.0f} MiB with {exchange}")
+        except UserError:  # heads that the context ranks cannot split
+            texts.append(f"{exchange} does not fit the heads")
+    yield (
+        f"policy.layout.context_exchange={parallel.context_exchange}: in a layer's forward pass of the longest "
+        f"micro-batch a context rank receives {'; '.join(texts)} (docs/speed.md)"
+    )
 
 
 def _on_shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[str]:

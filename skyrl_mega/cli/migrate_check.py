@@ -19,6 +19,7 @@ from skyrl_mega.planner.candidates import changed
 
 TENSOR, PIPELINE, CONTEXT, EXPERT = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 8)
 """Parallel sizes tried for the layout."""
+RING = {"policy.layout.context_exchange": "ring"}
 
 
 def complete(migration: Migration) -> str:
@@ -65,6 +66,8 @@ def _choose_layout(migration: Migration, config: Config) -> None:
             trial = changed(config, tuple(layout.items()))
             if refusal.find_error(trial, hf, planned=True, strict=strict) is None:
                 why = f"{migration.program} cut the model by FSDP, which has no such sizes: the smallest cut that fits"
+                for key in layout.keys() & RING.keys():
+                    migration.settings.pop(key, None)  # `add` keeps what is there
                 migration.add("layout", layout, f"{why}; --suggest compares others")
                 return
 
@@ -77,10 +80,16 @@ def _model(config: Config) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _layouts(config: Config, experts: bool) -> Iterator[dict[str, Any]]:
-    """Yields layouts from the fewest cuts to the most, with sizes of 1 left out."""
-    names = ("tensor", "pipeline", "context", "expert")
-    sizes = product(TENSOR, PIPELINE, CONTEXT, EXPERT if experts else (1,))
+    """Yields layouts from the fewest cuts to the most, with sizes of 1 left out.
+
+    A context parallel size of the other program stays. Layouts with a ring follow those with the program's exchange,
+    because the program may split heads that this project refuses to split.
+    """
+    names, given = ("tensor", "pipeline", "context", "expert"), config.policy.layout
+    contexts = CONTEXT if given.context == 1 else (given.context,)
+    sizes = product(TENSOR, PIPELINE, contexts, EXPERT if experts else (1,))
     ranks = config.cluster.nodes * config.cluster.gpus_per_node
-    for cut in sorted(sizes, key=lambda cut: (cut[0] * cut[1] * cut[2], cut[1:], cut)):
+    cuts = sorted(sizes, key=lambda cut: (cut[0] * cut[1] * cut[2], cut[1:], cut))
+    for other, cut in product(({}, RING) if given.context_exchange != "ring" else ({},), cuts):
         if cut[0] <= config.cluster.gpus_per_node and cut[0] * cut[1] * cut[2] <= ranks:
-            yield {f"policy.layout.{name}": size for name, size in zip(names, cut, strict=True) if size > 1}
+            yield {f"policy.layout.{name}": size for name, size in zip(names, cut, strict=True) if size > 1} | other

@@ -342,6 +342,8 @@ def _keep(s: Suggestion) -> str:
 
 
 def layout(p: ParallelDims) -> str:
-    """Returns the parallel sizes above 1 as text: `TP2 EP8 DP16`; `alone` for a single rank."""
-    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
+    """Returns the parallel sizes above 1 as text: `TP2 EP8 DP16`; `alone` for a single rank. `Ulysses2` is context
+    parallelism of 2 with an all-to-all."""
+    context = "Ulysses" if p.by_heads else "CP"
+    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, context: p.context, "EP": p.expert}
     return shape(sizes | {"ETP": p.expert_tensor, "DP": p.data})

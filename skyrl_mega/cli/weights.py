@@ -216,7 +216,7 @@ def _title(config: Config) -> str:
         "TP": layout.tensor,
         "PP": layout.pipeline,
         "VPP": layout.virtual_pipeline,
-        "CP": layout.context,
+        "CP" if layout.context_exchange == "ring" else "Ulysses": layout.context,
         "EP": layout.expert,
         "ETP": layout.expert_tensor or 1,
     }

@@ -28,6 +28,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.layout.last_stage_layers": "num_layers_in_last_pipeline_stage account_for_loss_in_pipeline_split",
     "policy.layout.context": "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel "
     "max_seqlen_per_dp_cp_rank",
+    "policy.layout.context_exchange": "cp_comm_type",
     "policy.layout.expert": "expert_model_parallel_size",
     "policy.layout.expert_tensor": "expert_tensor_parallel_size moe_extended_tp",
     "policy.moe.aux_loss": "moe_aux_loss_coeff moe_router_load_balancing_type",

@@ -14,7 +14,8 @@ _AHEAD = "asynchrony.mode=one_step or full lets engines generate while the polic
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
 _CONTEXT = (
-    "policy.layout.context splits sequences over ranks, and policy.layout.tensor above 1 includes sequence parallelism"
+    "policy.layout.context splits sequences over ranks, policy.layout.context_exchange=all_to_all is Ulysses, and "
+    "policy.layout.tensor above 1 includes sequence parallelism"
 )
 
 _NODES = "cluster.nodes is the number of nodes, and cluster.gpus_per_node that of one node's GPUs"

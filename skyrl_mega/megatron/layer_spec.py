@@ -34,7 +34,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_mega.megatron.packing import PackedRow
+from skyrl_mega.megatron.context_exchange import heads_of_whole_row, tokens_of_all_heads
+from skyrl_mega.megatron.packing import PackedRow, run_positions
 from skyrl_mega.models.blocks.base import LayerModules
 from skyrl_mega.models.megatron import Spec
 
@@ -136,10 +137,11 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row, with keys and values gathered over the context group.
+    """Causal attention within each sequence of a packed row.
 
-    On CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become
-    the rows of a padded [N, S] grid, for one fused call.
+    Context ranks gather keys and values, or exchange tokens for heads of whole sequences (`cp_comm_type` "a2a"). On
+    CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become the
+    rows of a padded [N, S] grid, for one fused call.
     """
 
     def __init__(
@@ -148,12 +150,14 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         *_: Any,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         pg_collection: Any = None,
         **__: Any,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.context = pg_collection.cp
+        self.by_heads = cp_comm_type == "a2a"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(
@@ -174,6 +178,16 @@ class PackedAttention(MegatronModule):
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
+        if row.global_L is not None and self.by_heads:
+            query, key, value = heads_of_whole_row((query, key, value), row.global_L, self.context)
+            out = self._attend(query, key, value, row.whole())
+            return tokens_of_all_heads(out, row.global_L, self.context)
+        return self._attend(query, key, value, row)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """Returns `forward` without an exchange of heads. A collective of the context ranks if `row` is a part of a
+        row."""
+        assert row.sequence_L is not None and row.position_L is not None
         if row.global_L is not None:
             key, value = (
                 gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
@@ -192,7 +206,7 @@ class PackedAttention(MegatronModule):
 
         size = self.context.size()
         lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
-        sequence, position = _run_positions(lengths, len(key))
+        sequence, position = run_positions(lengths, len(key))
         k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
 
         # A sequence's local tokens, in order, are its first and its last zigzag chunk; `nth` counts them.
@@ -219,7 +233,7 @@ class PackedAttention(MegatronModule):
             starts = cu_k[:-1].long()
             width = (cu_k[1:].long() - starts) // (2 * size)
             reads = torch.stack([width * (rank + 1), width * (2 * size - rank)], 1).flatten()
-            chunk, position = _run_positions(reads, len(key) // (2 * size) * (2 * size + 1))
+            chunk, position = run_positions(reads, len(key) // (2 * size) * (2 * size + 1))
             key, value = (t[starts[chunk // 2] + position] for t in (key, value))
             cu_q, cu_k = (F.pad(torch.cumsum(n, 0), (1, 0)).int() for n in (width.repeat_interleave(2), reads))
             longest_q = row.max_seqlen_q // (2 * size)
@@ -249,17 +263,6 @@ def _causal(kernel: Any) -> dict[str, Any]:
 
 
 _VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {}
-
-
-def _run_positions(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Returns for runs of `lengths` [n] (int64), laid end to end, each position's run and offset in the run: [total]
-    each.
-
-    `total` is the sum of the lengths; reading the sum from the device would make the host wait.
-    """
-    run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=total)
-    first = torch.cumsum(lengths, 0) - lengths
-    return run, torch.arange(total, device=lengths.device) - first[run]
 
 
 def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:

@@ -153,6 +153,7 @@ def transformer_config(
             None if parallel.pipeline == 2 and parallel.first_stage_layers else parallel.last_stage_layers
         ),
         context_parallel_size=parallel.context,
+        cp_comm_type="a2a" if parallel.by_heads else None,  # None is the ring
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         pipeline_dtype=dtype,
@@ -169,8 +170,7 @@ def transformer_config(
         # error: both neighbours are the same peer. Overlapped, unbatched messages are exact.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         batch_p2p_comm=parallel.virtual_pipeline == 1,
-        # The loss already contains every token's final weight, so neither schedule nor DDP may rescale it.
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # the loss contains final weights: neither schedule nor DDP may rescale
         finalize_model_grads_func=_finalize,
         # megatron-core's own output layer needs apex for this fusion and cannot be built without.
         gradient_accumulation_fusion=False,

@@ -59,6 +59,15 @@ class PackedRow(PackedSeqParams):
     routes: RowRoutes | None = None
     """Routes of a row to replay or record; otherwise None."""
 
+    def whole(self) -> PackedRow:
+        """Returns the description of the whole row, as for a single context rank, of a context rank's part; without
+        routes."""
+        if self.global_L is None or self.cu_seqlens_q is None:
+            return self
+        lengths = (self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]).long()
+        sequence, position = run_positions(lengths, len(self.global_L))
+        return replace(self, sequence_L=sequence, position_L=position, global_L=None, routes=None)
+
 
 @dataclass
 class MicroBatch:
@@ -178,6 +187,17 @@ def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) ->
     width, total = math.lcm(chunks * tensor, context * tensor * rows), int(padded.sum())
     tail = -total % width if total else width
     return torch.cat([padded, padded.new_tensor([tail])]) if tail else padded
+
+
+def run_positions(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Returns for runs of `lengths` [n] (int64), laid end to end, each position's run and offset in the run: [total]
+    each.
+
+    `total` is the sum of the lengths; reading the sum from the device would make the host wait.
+    """
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=total)
+    first = torch.cumsum(lengths, 0) - lengths
+    return run, torch.arange(total, device=lengths.device) - first[run]
 
 
 def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> PackedRow:

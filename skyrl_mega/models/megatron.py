@@ -7,12 +7,13 @@ Each block declares both (`megatron_args`, `megatron_pieces`).
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.base import LayerModules, MegatronPlace, MegatronSettings
+from skyrl_mega.models.blocks.base import Cut, LayerModules, MegatronPlace, MegatronSettings
 from skyrl_mega.models.blocks.base import Spec as Spec
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.shard_builder import ShardBuilder
@@ -107,6 +108,8 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
                 f"{size} does not divide the model's {cut.total} {cut.what}; choose a divisor of {cut.total}",
                 key=f"{key}.{cut.dimension}",
             )
+        if cut.of_heads and parallel.by_heads:
+            _check_heads(cut, parallel, key)
     _check_stages(decoder, parallel, key)
     for block in decoder.parts:
         block.check_megatron(parallel, key)
@@ -114,6 +117,24 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
         cut.dimension == "expert" for block in decoder.blocks for cut in block.megatron_cuts()
     ):
         raise UserError(f"{parallel.expert} needs a model with experts; give 1", key=f"{key}.expert")
+
+
+def _check_heads(cut: Cut, parallel: ParallelDims, key: str) -> None:
+    """Checks that the context ranks can split the heads of a tensor rank, for an all-to-all in attention layers."""
+    heads, unit = cut.total // parallel.tensor, math.lcm(2, parallel.context)
+    if heads % unit == 0:
+        return
+    why = f"it gives every context rank an equal part of {heads} {cut.what}, those of a tensor rank"
+    if heads % parallel.context == 0:
+        why = f"Transformer Engine needs an even number of {cut.what} on a tensor rank; there are {heads}"
+    sizes = [n for n in range(2, heads + 1) if heads % math.lcm(2, n) == 0]
+    allowed = f"{key}.context of {' or '.join(map(str, sizes))}, " if sizes else ""
+    raise UserError(
+        f"{why}, and {key}.context is {parallel.context}",
+        key=f"{key}.context_exchange",
+        value="all_to_all",
+        fix=f"give {allowed}a smaller {key}.tensor, or context_exchange=ring",
+    )
 
 
 def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:

@@ -45,6 +45,8 @@ class ParallelDims:
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage; None: as many as the middle stages. The same for `last_stage_layers`."""
     last_stage_layers: int | None = None
+    context_exchange: str = "ring"
+    """Exchange of the context ranks in an attention layer: "ring" or "all_to_all"."""
     key: InitVar[str] = "policy.layout"
 
     def __post_init__(self, key: str) -> None:
@@ -108,8 +110,14 @@ class ParallelDims:
             expert_tensor=expert_tensor,
             first_stage_layers=layout.first_stage_layers,
             last_stage_layers=layout.last_stage_layers,
+            context_exchange=layout.context_exchange,
             key=key,
         )
+
+    @property
+    def by_heads(self) -> bool:
+        """True if the context ranks split the heads of an attention layer, instead of its queries."""
+        return self.context > 1 and self.context_exchange == "all_to_all"
 
     @property
     def data(self) -> int:

@@ -419,7 +419,8 @@ def _gpu_splits(config: Config, gpus: int) -> list[tuple[int, int]]:
 
 
 def _layouts(config: Config, decoder: Decoder, ranks: int) -> Iterator[tuple[ParallelDims, LayoutConfig]]:
-    """Yields every layout of the model over `ranks` ranks with tensor parallelism within a node."""
+    """Yields every layout of the model over `ranks` ranks with tensor parallelism within a node, and with the exchange
+    of context ranks from the settings."""
     sizes = _divisors(ranks)
     tensors = [n for n in sizes if n <= config.cluster.gpus_per_node]
     contexts = [n for n in CONTEXT if n == 1 or length_limit(config.rollout) >= LONG]
@@ -434,6 +435,7 @@ def _layouts(config: Config, decoder: Decoder, ranks: int) -> Iterator[tuple[Par
             pipeline=pipeline,
             virtual_pipeline=virtual,
             context=context,
+            context_exchange=config.policy.layout.context_exchange,
             expert=expert,
             first_stage_layers=ends or None,
             last_stage_layers=ends or None,

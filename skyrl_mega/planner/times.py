@@ -346,6 +346,13 @@ def _offload_wait(
     return sum(max(0.0, moved * copy - layers * seconds) for seconds in layer)
 
 
+def context_bytes(decoder: Decoder, parallel: ParallelDims, size: int) -> float:
+    """Returns the bytes of context parallelism per token of a rank that the rank receives in the forward pass of a mean
+    layer. `size` is the bytes of an element."""
+    elements = sum(count * block.messages(parallel).context for kind, count in decoder.layer_counts() for block in kind)
+    return elements / decoder.layers * size * (parallel.context - 1)
+
+
 def _message_time(decoder: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
     """Returns the seconds of tensor, context and expert parallel messages per token in the forward pass of a mean
     layer."""
@@ -359,8 +366,7 @@ def _message_time(decoder: Decoder, parallel: ParallelDims, links: Links, size: 
         gathered = sum(share * message.tensor for share, message in messages)
         seconds += 2 * gathered * size * (t - 1) / t / _group_rate(links, t, t)
     if c > 1:
-        passed = sum(share * message.context for share, message in messages)
-        seconds += passed * size * (c - 1) / _group_rate(links, t * c, c)
+        seconds += context_bytes(decoder, parallel, size) / _group_rate(links, t * c, c)
     routed = sum(share * message.experts for share, message in messages)
     if e > 1:
         out = routed / t * size * (e - 1) / e

@@ -116,6 +116,7 @@ def _ranks(sizes: LayoutConfig, ranks: int) -> str:
     parallel = ParallelDims.from_config(sizes, ranks)
     names = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "data")
     shown = [f"{name} {size}" for name in names if (size := getattr(parallel, name)) > 1]
+    shown += [f"context_exchange {parallel.context_exchange}"] if parallel.by_heads else []
     return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({', '.join(shown)})" if shown else "")
 
 

@@ -51,6 +51,19 @@ def test_a_script_becomes_a_file_that_passes_the_dry_run(
     assert "12 settings of verl: 10 taken, 2 changed, 0 dropped, 0 unknown; " in "\n".join(lines)
 
 
+def test_ulysses_stays_unless_it_would_split_a_head(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script's model has 8 key/value heads, which verl copies for 16 ranks and this project does not."""
+    for size, exchange in ((8, "all_to_all"), (16, "ring")):
+        out = tmp_path / f"{size}.yaml"
+        words = [f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}", "--out", str(out)]
+        assert migrate.main(["verl", str(script), *words]) == DONE
+        assert "dry run: passes" in capsys.readouterr().out
+        layout = compose(out).policy.layout
+        assert (layout.context, layout.context_exchange) == (size, exchange)
+
+
 def test_only_its_own_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, link, out = tmp_path / "theirs.yaml", tmp_path / "link.yaml", tmp_path / "out.yaml"
     theirs.write_text("trainer: {nnodes: 2}\n")

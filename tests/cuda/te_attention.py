@@ -1,5 +1,6 @@
-"""Transformer Engine's attention kernels in plain torch: cuDNN's attention of packed sequences, and the kernels that
-merge the partial results of context parallelism (Transformer Engine's `context_parallel.py`, P2P).
+"""Transformer Engine's attention kernels in plain torch: cuDNN's attention of packed sequences, and the kernels of
+context parallelism (Transformer Engine's `context_parallel.py`): merging of partial results (P2P), and the order of
+tokens around an all-to-all (A2A).
 
 Legend: T queries, S keys, H heads, G heads of keys and values, D size of a head, N sequences. A context-parallel rank
 holds a part of the first half and a part of the second half of each sequence, so each of its sequences has two halves.
@@ -156,3 +157,29 @@ def thd_grad_correction(grad: Tensor, more: Tensor, cu: Tensor, first: str, seco
             grad[at] += whole[at]
         else:
             assert how == "none"
+
+
+def _rank_order(cu: Tensor, ranks: int) -> Tensor:
+    """Returns int64 [T]: the tokens of the packed row in the order of the context ranks' parts, one after the other."""
+    parts = []
+    for rank in range(ranks):
+        for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+            chunks = torch.arange(start, end).view(2 * ranks, -1)
+            parts += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+    return torch.cat(parts)
+
+
+@kernel
+def thd_sequence_order_to_cp_rank_order(x: Tensor, cu: Tensor, ranks: int, tokens: int) -> Tensor:
+    """Returns the row's tokens [T, …] in the order of the context ranks' parts."""
+    assert len(x) == tokens == int(cu[-1])
+    return x[_rank_order(cu, ranks)]
+
+
+@kernel
+def thd_cp_rank_order_to_sequence_order(x: Tensor, cu: Tensor, ranks: int, tokens: int) -> Tensor:
+    """Returns tokens [T, …] in the order of the context ranks' parts, put in the row's order."""
+    assert len(x) == tokens == int(cu[-1])
+    row = torch.empty_like(x)
+    row[_rank_order(cu, ranks)] = x
+    return row

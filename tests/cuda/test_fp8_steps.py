@@ -38,6 +38,7 @@ MODELS = {
     "pp2 in chunks": dataclasses.replace(MODEL, layers=4),
     "cp2": MODEL,
     "cp4": MODEL,
+    "cp2 by heads": MODEL,
 }
 LAYOUTS = {
     "tp2 ep2": ParallelDims(2, tensor=2, expert=2),
@@ -47,6 +48,7 @@ LAYOUTS = {
     "pp2 in chunks": ParallelDims(2, pipeline=2, virtual_pipeline=2),
     "cp2": ParallelDims(2, context=2),
     "cp4": ParallelDims(4, context=4),
+    "cp2 by heads": ParallelDims(2, context=2, context_exchange="all_to_all"),
 }
 PLAIN, BLOCKWISE, KEPT, PER_TENSOR = "model", "fp8_blockwise", "fp8_blockwise parameters", "fp8_current"
 HOPPER = {
@@ -57,6 +59,7 @@ HOPPER = {
     "pp2 in chunks": (PLAIN, BLOCKWISE, KEPT),
     "cp2": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
     "cp4": (PLAIN, BLOCKWISE, KEPT),
+    "cp2 by heads": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
 }
 BLACKWELL = {
     "tp2 ep2": ("mxfp8",),

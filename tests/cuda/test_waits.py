@@ -43,7 +43,8 @@ host."""
 LAYERS = 2
 MODEL = BuildConfig(layers=LAYERS, hidden=128, heads=8, head_dim=32, experts=16, experts_per_token=4, expert_ffn=64)
 PARALLEL = ParallelDims(2, tensor=2, expert=2)
-CONTEXT = ParallelDims(2, context=2, expert=2)
+CONTEXT = {name: ParallelDims(2, context=2, expert=2, context_exchange=name) for name in ("ring", "all_to_all")}
+"""Exchange of context ranks → layout."""
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +56,15 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run("te_layers", folder, PARALLEL, {name: of for name, of in POLICIES.items() if name in asked})
 
 
-@pytest.fixture(scope="module")
-def in_context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Returns the results of two context-parallel ranks."""
-    folder = tmp_path_factory.mktemp("context")
+@pytest.fixture(scope="module", params=CONTEXT)
+def in_context(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ParallelDims, dict[str, list[Answer]]]:
+    """Returns the layout and the results of two context-parallel ranks, for each exchange."""
+    folder, parallel = tmp_path_factory.mktemp("context"), CONTEXT[request.param]
     build(MODEL, folder / "model", seed=1)
     policies = {name: POLICIES[name] for name in ("fused", "moe", "local")}
-    return run("te_layers", folder, CONTEXT, policies)
+    return parallel, run("te_layers", folder, parallel, policies)
 
 
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
@@ -110,15 +113,18 @@ def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]
 
 
 @pytest.mark.parametrize("name", ["fused", "moe"])
-def test_parts_of_sequences_are_attended_to_without_a_wait(in_context: dict[str, list[Answer]], name: str) -> None:
-    """Compares context parallelism, with keys and values passed around the ranks, with the local spec's different
-    method."""
+def test_parts_of_sequences_are_attended_to_without_a_wait(
+    in_context: tuple[ParallelDims, dict[str, list[Answer]]], name: str
+) -> None:
+    """Compares context parallelism with the local spec's. In a ring, the local spec's method is another."""
     passes = 2 if name == "moe" else 1
-    for engine, local in zip(in_context[name], in_context["local"], strict=True):
+    parallel, results = in_context
+    for engine, local in zip(results[name], results["local"], strict=True):
+        assert engine.fields.get("cp_comm_type") == ("a2a" if parallel.by_heads else None)
         assert dict(engine.waits) == {DISPATCH: passes * LAYERS}
         assert off(engine.hidden, local.hidden) < 0.02
         assert off(engine.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
-        assert planned(engine, POLICIES[name], parallel=CONTEXT) == pytest.approx(engine.kept, rel=0.06)
+        assert planned(engine, POLICIES[name], parallel=parallel) == pytest.approx(engine.kept, rel=0.06)
 
 
 @pytest.mark.parametrize("name", some_nightly([n for n in POLICIES if n not in ("local", "deepep")], RARELY))

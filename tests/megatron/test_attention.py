@@ -23,7 +23,7 @@ LATENT = (HEADS, 5, 0.6)
 """As `GROUPED`, for latent attention with YaRN: narrower values, and a scale of its own."""
 
 
-def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float]) -> Any:
+def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float], by_heads: bool) -> Any:
     """Returns outputs and gradients of the grid and of the kernel, on a context rank."""
     groups, values, scale = kind
     cpu.stand_in()
@@ -33,7 +33,7 @@ def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float])
     row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1).row
     attention = layer_spec.PackedAttention.__new__(layer_spec.PackedAttention)
     torch.nn.Module.__init__(attention)
-    attention.context, attention.scale = dist.group.WORLD, scale
+    attention.context, attention.scale, attention.by_heads = dist.group.WORLD, scale, by_heads
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (
         torch.randn(len(row.sequence_L), heads, width, generator=generator, requires_grad=True)
@@ -54,9 +54,18 @@ def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float])
 
 
 @pytest.mark.parametrize(
-    ("context", "kind"), [(1, GROUPED), (2, GROUPED), (3, GROUPED), (2, LATENT)], ids=["1", "2", "3", "2 latent"]
+    ("context", "kind", "by_heads"),
+    [
+        (1, GROUPED, False),
+        (2, GROUPED, False),
+        (3, GROUPED, False),
+        (2, LATENT, False),
+        (2, GROUPED, True),
+        (4, LATENT, True),
+    ],
+    ids=["1", "2", "3", "2 latent", "2 by heads", "4 latent by heads"],
 )
-def test_the_kernel_is_given_what_makes_it_the_grid(context: int, kind: tuple[int, int, float]) -> None:
-    for grid, kernel in run_ranks(context, both_ways, context, kind):
+def test_the_kernel_is_given_what_makes_it_the_grid(context: int, kind: tuple[int, int, float], by_heads: bool) -> None:
+    for grid, kernel in run_ranks(context, both_ways, context, kind, by_heads):
         for a, b in zip(grid, kernel, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

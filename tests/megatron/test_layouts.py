@@ -14,14 +14,16 @@ from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 SHAPES: dict[str, BuildConfig] = {
-    "qwen3_moe": BuildConfig(layers=4),
+    "qwen3_moe": BuildConfig(layers=4, heads=8, kv_heads=4, head_dim=16),
     "glm4_moe": BuildConfig(architecture="glm4_moe"),
     "qwen2": BuildConfig(architecture="qwen2", head_dim=16, layers=4, tied=True),
 }
 
 BALANCED = MoeConfig(aux_loss=0.5)
 
-CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
+BY_HEADS = {"context_exchange": "all_to_all"}
+
+CUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("micro 40", 1, {}, {"micro_tokens": 40}),
     ("micro 1000", 1, {}, {"micro_tokens": 1000, "logit_chunk": 7}),
     ("recompute", 1, {}, {"recompute": "full"}),
@@ -39,6 +41,12 @@ CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("TP2 EP2", 2, {"tensor": 2, "expert": 2}, {}),
     ("TP2 PP2 EP2", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, {}),
     ("TP2 CP2", 4, {"tensor": 2, "context": 2}, {}),
+    ("CP2 by heads", 2, {"context": 2, **BY_HEADS}, {}),
+    ("CP4 EP2 by heads", 4, {"context": 4, "expert": 2, **BY_HEADS}, {"micro_tokens": 40, "recompute": "moe"}),
+    ("TP2 CP2 by heads", 4, {"tensor": 2, "context": 2, **BY_HEADS}, {}),
+    ("CP2 DP2 by heads, recompute", 4, {"context": 2, **BY_HEADS}, {"recompute": "full"}),
+    ("PP2 VPP2 CP2 by heads", 4, {"pipeline": 2, "virtual_pipeline": 2, "context": 2, **BY_HEADS}, {}),
+    ("TP2 CP2 EP2 by heads, offload", 4, {"tensor": 2, "context": 2, "expert": 2, **BY_HEADS}, {"offload_layers": 2}),
     ("offload", 1, {}, {"offload_layers": 2}),
     ("TP2 EP2, offload, recompute MoE", 2, {"tensor": 2, "expert": 2}, {"offload_layers": 9, "recompute": "moe"}),
     ("PP2 VPP2, offload", 2, {"pipeline": 2, "virtual_pipeline": 2}, {"offload_layers": 1, "micro_tokens": 40}),
@@ -48,7 +56,14 @@ CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
 
 BALANCED_CUTS = ("micro 40", "TP2 EP2, recompute MoE", "DP2", "TP2 ETP2", "PP2 VPP2", "CP2", "EP2")
 """Cuts with a load-balancing loss in the check of every change; nightly all."""
-LARGE_CUTS = ("TP2 CP2", "TP2 PP2 VPP2 DP2")
+LARGE_CUTS = (
+    "TP2 CP2",
+    "CP4 EP2 by heads",
+    "CP2 DP2 by heads, recompute",
+    "PP2 VPP2 CP2 by heads",
+    "TP2 CP2 EP2 by heads, offload",
+    "TP2 PP2 VPP2 DP2",
+)
 """Cuts left to the night also without a load-balancing loss: each of their sizes is in a smaller cut."""
 
 
@@ -76,7 +91,7 @@ def balanced(models: dict[str, Path]) -> list[dict[str, float]]:
     return steps(models["qwen3_moe"], 1, {}, {"moe": BALANCED})
 
 
-def steps(path: Path, ranks: int, sizes: dict[str, int], changes: dict[str, Any]) -> list[dict[str, float]]:
+def steps(path: Path, ranks: int, sizes: dict[str, Any], changes: dict[str, Any]) -> list[dict[str, float]]:
     batch = layouts.some_batch(100)
     answers = run_ranks(
         ranks, layouts.train, path, layouts.layout(ranks, **sizes), layouts.policy_config(**changes), batch, 3
@@ -89,7 +104,7 @@ def test_a_moe_trains_the_same_in_every_layout(
     models: dict[str, Path],
     single: dict[str, list[dict[str, float]]],
     ranks: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     changes: dict[str, Any],
 ) -> None:
     compare(steps(models["qwen3_moe"], ranks, sizes, changes), single["qwen3_moe"])
@@ -100,7 +115,7 @@ def test_experts_are_balanced_the_same_in_every_layout(
     models: dict[str, Path],
     balanced: list[dict[str, float]],
     ranks: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     changes: dict[str, Any],
 ) -> None:
     actual = steps(models["qwen3_moe"], ranks, sizes, {**changes, "moe": BALANCED})
@@ -120,7 +135,7 @@ def test_sigmoid_experts_are_balanced_the_same_in_every_layout(models: dict[str,
 
 @pytest.mark.parametrize(("model", "sizes"), [("qwen3_moe", {"pipeline": 2}), ("qwen2", {"tensor": 2})], ids=str)
 def test_layers_that_lie_in_host_memory_change_no_bit(
-    models: dict[str, Path], model: str, sizes: dict[str, int]
+    models: dict[str, Path], model: str, sizes: dict[str, Any]
 ) -> None:
     """Trains on rows of different lengths with several rows open at the same time."""
     plain, moved = (steps(models[model], 2, sizes, {"micro_tokens": 40, "offload_layers": layers}) for layers in (0, 2))
@@ -137,11 +152,17 @@ def test_what_balances_experts_is_in_the_gradient_and_not_in_the_loss(
 
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
-    [(2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {"context": 2})],
-    ids=["TP2", "PP2", "TP2 PP2", "CP2"],
+    [
+        (2, {"tensor": 2}),
+        (2, {"pipeline": 2}),
+        (4, {"tensor": 2, "pipeline": 2}),
+        (2, {"context": 2}),
+        (2, {"context": 2, **BY_HEADS}),
+    ],
+    ids=["TP2", "PP2", "TP2 PP2", "CP2", "CP2 by heads"],
 )
 def test_a_dense_model_with_bias_and_tied_head_trains_the_same(
-    models: dict[str, Path], single: dict[str, list[dict[str, float]]], ranks: int, sizes: dict[str, int]
+    models: dict[str, Path], single: dict[str, list[dict[str, float]]], ranks: int, sizes: dict[str, Any]
 ) -> None:
     compare(steps(models["qwen2"], ranks, sizes, {}), single["qwen2"])
 

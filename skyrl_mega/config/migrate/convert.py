@@ -477,10 +477,17 @@ def fusion(value: Any, here: Sequence[str], argument: Any, state: TranslationSta
 
 
 def context(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value, a sequence parallel size of FSDP: always raises `Dropped`, as the layout replaces it."""
+    """Returns a size of Ulysses sequence parallelism as the context parallel size, with the same exchange. Ignores
+    `here`.
+
+    Raises:
+        Dropped: The size is 1.
+    """
     if _numeric(value) <= 1:
         raise Dropped("1 is no cut")
-    raise Dropped("chosen with the layout: Megatron's tensor parallelism cuts weights and, between layers, sequences")
+    size = fitted("policy.layout.context", value)
+    ours = {"policy.layout.context": size, "policy.layout.context_exchange": "all_to_all"}
+    return ours, "Ulysses: heads over several GPUs"
 
 
 def without_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:

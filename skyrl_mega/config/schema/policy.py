@@ -30,7 +30,12 @@ class LayoutConfig:
     last_stage_layers: Optional[int] = at_least(1, None)
     """Number of layers of the last pipeline stage; null uses the same number as for the middle stages."""
     context: int = at_least(1, 1)
-    """Context parallel size."""
+    """Context parallel size: the number of ranks that share every sequence."""
+    context_exchange: str = one_of("ring", "all_to_all")
+    """Exchange of the context ranks in an attention layer. ring: every rank attends with all heads for its own tokens,
+    and keys and values pass around the ranks (`local` layers gather keys and values). all_to_all (Ulysses,
+    arXiv:2309.14509): every rank attends with its part of the heads for whole sequences. all_to_all needs heads and
+    key/value heads that `tensor` · `context` divides. docs/speed.md compares the bytes."""
     expert: int = at_least(1, 1)
     """Expert parallel size."""
     expert_tensor: Optional[int] = at_least(1, None)

@@ -52,6 +52,8 @@ class Cut:
     total: int
     column: str | None = None
     """Column of the dry run's table with the part held by a rank; None: not shown."""
+    of_heads: bool = False
+    """True for a number of attention heads, which context ranks may split as well (`ParallelDims.by_heads`)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Messages:
     tensor: float = 0.0
     """Gathered over the tensor-parallel ranks before the block, and as many scattered after the block."""
     context: float = 0.0
-    """Gathered over the context-parallel ranks, from a single tensor rank."""
+    """Received from each of the other context-parallel ranks, by a single tensor rank."""
     experts: float = 0.0
     """Sent to experts, and back."""
 
@@ -287,6 +289,20 @@ class Block(Protocol):
         """Returns the heads and experts held by a worker (0 … `cut.workers` - 1), as columns of the dry run's table:
         name → numbers from 0, as text of `share`; {} for a block without any."""
         return {}
+
+
+def exchanged(elements: float, parallel: ParallelDims) -> float:
+    """Returns `Messages.context` of an attention layer.
+
+    A ring passes every token's keys and values to every other context rank. An all-to-all sends each of the other ranks
+    that rank's part of the heads.
+
+    Args:
+        elements: Elements of a token in the messages, over all heads: keys and values, and with an all-to-all queries
+            and results too.
+        parallel: The layout.
+    """
+    return elements / parallel.tensor / (parallel.context if parallel.by_heads else 1)
 
 
 def without_fp8(problem: str, key: str) -> UserError:

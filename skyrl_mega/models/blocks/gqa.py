@@ -18,6 +18,7 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    exchanged,
     share,
     without_fp8,
 )
@@ -186,8 +187,8 @@ class GroupedQueryAttention(Block):
 
     def megatron_cuts(self) -> Sequence[Cut]:
         return (
-            Cut("tensor", "attention heads", self.heads, "heads"),
-            Cut("tensor", "key/value heads", self.kv_heads, "kv"),
+            Cut("tensor", "attention heads", self.heads, "heads", of_heads=True),
+            Cut("tensor", "key/value heads", self.kv_heads, "kv", of_heads=True),
         )
 
     def megatron_widths(self) -> Sequence[Cut]:
@@ -287,8 +288,9 @@ class GroupedQueryAttention(Block):
         norm and after rotation, values, the attention's output, the softmax's normaliser, and the rotation's cosines
         and sines unless fused.
 
-        A local layer's keys and values are views of the whole fused projection, so the projection is kept with them.
-        Transformer Engine copies values, and copies the queries and keys read by a norm.
+        With an all-to-all of context ranks, the output is kept before and after the exchange. A local layer's keys and
+        values are views of the whole fused projection, so the projection is kept with them. Transformer Engine copies
+        values, and copies the queries and keys read by a norm.
         """
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
@@ -300,11 +302,13 @@ class GroupedQueryAttention(Block):
             before_norm = (q + v) * (4 / b + 1)
         normed = before_norm + (v if work.spec == "te" else q + 2 * v)
         rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
-        attention = tokens * b * (normed + (q + v) + q + rotation)
+        results = 2 * q if work.parallel.by_heads else q
+        attention = tokens * b * (normed + (q + v) + results + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
 
     def messages(self, parallel: ParallelDims) -> Messages:
-        return Messages(tensor=self.hidden, context=2 * self.kv_heads * self.head_dim / parallel.tensor)
+        heads = 2 * self.kv_heads + (2 * self.heads if parallel.by_heads else 0)
+        return Messages(tensor=self.hidden, context=exchanged(heads * self.head_dim, parallel))
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
         return 2 * max(1, self.kv_heads // tensor) * self.head_dim * itemsize

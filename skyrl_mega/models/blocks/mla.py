@@ -22,6 +22,7 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    exchanged,
     share,
     without_fp8,
 )
@@ -188,7 +189,7 @@ class LatentAttention(Block):
         return LayerModules()
 
     def megatron_cuts(self) -> Sequence[Cut]:
-        return (Cut("tensor", "attention heads", self.heads, "heads"),)
+        return (Cut("tensor", "attention heads", self.heads, "heads", of_heads=True),)
 
     def check_fp8(self, key: str) -> None:
         raise without_fp8("FP8 has not been tested with multi-head latent attention", key)
@@ -297,7 +298,8 @@ class LatentAttention(Block):
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
         latents = 2 * ((self.query_rank or 0) + self.latent) + self.rotary
-        heads = self.heads / tensor * (2 * self.query + 2 * self.value)
+        results = 2 if work.parallel.by_heads else 1  # with an all-to-all, before and after the exchange
+        heads = self.heads / tensor * (2 * self.query + (1 + results) * self.value)
         return norm + tokens * b * (latents / tensor + heads + 4 * self.rotary) + tokens * 4 * self.heads / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
@@ -309,8 +311,8 @@ class LatentAttention(Block):
     def messages(self, parallel: ParallelDims) -> Messages:
         # The latent vectors are gathered before the up-projections, the shared key before the attention.
         gathered = (self.hidden if self.query_rank is None else self.query_rank) + self.latent + self.rotary
-        context = self.heads * (self.query + self.value) / parallel.tensor
-        return Messages(tensor=(gathered + self.hidden) / 2, context=context)
+        width = (2 if parallel.by_heads else 1) * (self.query + self.value)  # q, k, v and the result, or k and v
+        return Messages(tensor=(gathered + self.hidden) / 2, context=exchanged(self.heads * width, parallel))
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
         """Returns the bytes per token in the KV cache, of the latent vector and the shared key: every worker caches

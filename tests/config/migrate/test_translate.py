@@ -84,6 +84,21 @@ def test_megatrons_sizes_are_kept() -> None:
     assert not migration.open_layout
 
 
+def test_ulysses_is_context_parallelism_with_an_all_to_all(tmp_path: Path) -> None:
+    given = {
+        "verl": ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "actor_rollout_ref.ref."),
+        "SkyRL": ("trainer.policy.sequence_parallel_size", "trainer.ref."),
+    }
+    for program, (key, reference) in given.items():
+        other = reference + key.rpartition(".")[2]
+        migration = migrated(program, f"{key}=4", f"{other}=4")
+        layout = accepted(migration, tmp_path).policy.layout
+        assert (layout.context, layout.context_exchange) == (4, "all_to_all")
+        assert kinds(migration)[key] == "changed" and migration.open_layout
+        assert kinds(migration)[other] == "dropped"
+        assert not {name for name in migrated(program, f"{key}=1").settings if "layout" in name}
+
+
 def test_skyrl(tmp_path: Path) -> None:
     words = shlex.split("""data.train_data="['d/train.parquet']" data.val_data="['d/held.parquet']"
         trainer.logger=console
