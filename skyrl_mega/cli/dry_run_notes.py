@@ -14,6 +14,7 @@ from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.derived import (
     cutoff_note,
     engine_data,
+    engine_ranks,
     expert_parallel,
     idle_gpus_note,
     max_open_trajectories,
@@ -263,11 +264,10 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
     rollout = config.rollout
     if idle := idle_gpus_note(config):
         yield idle
-    if (data := engine_data(rollout)) > 1:
-        yield f"rollout.options.data_parallel_size={data} works only in a plan: a run does not support it yet"
-    if rollout.tensor > config.cluster.gpus_per_node:
+    if engine_ranks(rollout) > config.cluster.gpus_per_node:
+        data = f" rollout.options.data_parallel_size={engine_data(rollout)}" if engine_data(rollout) > 1 else ""
         yield (
-            f"rollout.tensor={rollout.tensor} works only in a plan: in a run, an engine must fit into a node of "
+            f"rollout.tensor={rollout.tensor}{data} works only in a plan: in a run, an engine must fit into a node of "
             f"{config.cluster.gpus_per_node} GPUs"
         )
     if 0 < decoder.kv_heads < rollout.tensor:

@@ -11,6 +11,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.derived import (
     engine_data,
+    engine_ranks,
     expert_parallel,
     fp8_parameters,
     fp8_weights,
@@ -144,7 +145,8 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     if fp8_parameters(config.rollout):
         engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
     if config.cluster.device == "cpu" and decoder.experts:
-        width = decoder.experts.width // config.rollout.tensor
+        pieces = 1 if expert_parallel(config.rollout) else engine_ranks(config.rollout)
+        width = decoder.experts.width // pieces
         if width % CPU_EXPERT_COLUMNS:
             raise UserError(
                 f"leaves {width} columns of an expert to a worker; vLLM on a CPU needs a multiple "

@@ -60,7 +60,7 @@ def check_playable(config: Config) -> None:
     """Rejects settings not supported by the simulation.
 
     Raises:
-        UserError: The advantage estimator needs greedy answers, or engines have data-parallel replicas.
+        UserError: The advantage estimator needs greedy answers.
     """
     if config.algorithm.advantage_traits.greedy:
         raise UserError(
@@ -68,13 +68,6 @@ def check_playable(config: Config) -> None:
             "so its step would be too short; give another advantage to simulate with",
             key="algorithm.advantage",
             value=config.algorithm.advantage,
-        )
-    if (data := engine_data(config.rollout)) > 1:
-        raise UserError(
-            "not yet available in a run, so --simulate advises none",
-            key="rollout.options.data_parallel_size",
-            value=data,
-            fix="leave it out",
         )
 
 

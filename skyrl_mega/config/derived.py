@@ -208,6 +208,12 @@ def engine_ranks(rollout: RolloutConfig) -> int:
     return rollout.tensor * engine_data(rollout)
 
 
+def replica_concurrency(rollout: RolloutConfig) -> int:
+    """Returns the maximum number of running sequences of each data-parallel replica: the replicas share
+    `rollout.concurrency` evenly."""
+    return -(-rollout.concurrency // engine_data(rollout))
+
+
 def eager(rollout: RolloutConfig, device: str) -> bool:
     """Returns True if engines run without compilation and CUDA graphs: `rollout.eager`, or on a CPU if null.
 

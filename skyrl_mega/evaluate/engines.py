@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
+from skyrl_mega.config.derived import engine_ranks, evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.rollout.agent.renderer import Renderer
@@ -72,7 +72,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
         ClusterError: Ray did not start, or lacks the GPUs.
         ActorFailed: An actor did not start within `cluster.start_timeout_s`.
     """
-    device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
+    device, workers = config.cluster.device, config.rollout.engines * engine_ranks(config.rollout)
     say: Callable[[str], None] = console.say
     with ExitStack() as stack:
         with console.phase("start ray"):
@@ -82,7 +82,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
         with console.phase("start engines"):
             model = Path(config.model.path).absolute()
             rollout = config.rollout
-            places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
+            places = reserve(rollout.engines, gpus=engine_ranks(rollout)) if device == "cuda" else None
             setup = Setup(config, read_config(model), model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
             rollout_workers = start_workers(setup)

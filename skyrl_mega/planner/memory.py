@@ -27,6 +27,7 @@ from skyrl_mega.config.derived import (
     logit_chunk,
     overlaps,
     planned_device,
+    replica_concurrency,
 )
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
@@ -201,9 +202,9 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
 
 
 def sampling_bytes(config: Config, decoder: Decoder) -> int:
-    """Estimates the bytes for sampling a token of every concurrent sequence: logits in `model.dtype` and in float32,
+    """Estimates the bytes for sampling a token of every concurrent sequence of a replica: logits in `model.dtype` and in float32,
     sorted values and indices."""
-    return config.rollout.concurrency * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
+    return replica_concurrency(config.rollout) * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 
 def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> Activations:

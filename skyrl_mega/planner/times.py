@@ -15,7 +15,15 @@ from typing import Any
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
 from skyrl_mega.config.containers import environment_slots
-from skyrl_mega.config.derived import CACHE_FILL, eager, engine_ranks, fused, generates_ahead, planned_device
+from skyrl_mega.config.derived import (
+    CACHE_FILL,
+    eager,
+    engine_data,
+    engine_ranks,
+    fused,
+    generates_ahead,
+    planned_device,
+)
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -247,10 +255,12 @@ def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
 
     Args:
         config: The settings.
-        tokens: Capacity of the engine's KV cache in tokens (`EngineMemory.tokens`).
+        tokens: Capacity of a worker's KV cache in tokens (`EngineMemory.tokens`); each data-parallel replica of the
+            engine has a cache of its own.
         sizes: Sizes of the step.
     """
     rollout = config.rollout
+    tokens *= engine_data(rollout)
     per_engine = -(-sizes.sequences // rollout.engines)
     longest = sizes.mean - sizes.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
     return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(CACHE_FILL * tokens / longest)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from skyrl_mega.config.derived import engine_data
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -55,7 +56,7 @@ class Rates:
             speed=Speed(
                 seconds=(0.0, *(decode(running) for running in range(1, places + 1))),
                 prefill_s=prefill_time(scaled, model, step_batch.mean),
-                cache_tokens=memory.tokens,
+                cache_tokens=memory.tokens * engine_data(config.rollout),
             ),
             train_s=(sum(policy_times(scaled, model, parallel, step_batch)) + times.critic)
             / (step_batch.sequences * step_batch.mean)

@@ -14,6 +14,7 @@ from itertools import groupby
 from skyrl_mega.cluster.nodes import responding_nodes
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
 from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, plan_placement
+from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.schema import Config
 
 
@@ -42,7 +43,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
             _reserve_ranks(planned, planned.policy),
             _reserve_ranks(planned, planned.reference) if planned.reference else None,
             _reserve_ranks(planned, planned.critic) if planned.critic else None,
-            None if config.cluster.shared else reserve(engines, gpus=config.rollout.tensor),
+            None if config.cluster.shared else reserve(engines, gpus=engine_ranks(config.rollout)),
         )
     nodes = responding_nodes()
     if len(nodes) == 1:

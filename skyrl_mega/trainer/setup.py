@@ -147,7 +147,7 @@ def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
     """Returns a context manager that starts or joins Ray with enough resources for the run's actors, and raises the
     errors of `ray_session.session`."""
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
-    actors = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
+    actors = trained + config.rollout.engines * engine_ranks(config.rollout) + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
     nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
     return session(actors=actors, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say)

@@ -18,6 +18,7 @@ from skyrl_mega.config.derived import (
     critic_layout,
     critic_model,
     critic_ranks,
+    engine_ranks,
     fp8_parameters,
     has_critic,
     length_limit,
@@ -100,7 +101,7 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
     with ThreadPoolExecutor(1) as background:
         if shared:
             group = spawn()
-            booting = background.submit(boot, on_gpus_of(group.where, rollout.engines, gpus=rollout.tensor))
+            booting = background.submit(boot, on_gpus_of(group.where, rollout.engines, gpus=engine_ranks(rollout)))
             engines = booting.result()
             if asleep := [part for part in ENGINE if part not in kept(config.residency.keep)]:
                 engines.sleep(asleep)  # frees memory for building the models
@@ -113,13 +114,13 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
         critic = start_critic(setup, placement.critic)
         fleet = booting.result()
         if shared:
-            fleet.make_room = partial(release_policy_cache, group, rollout.tensor, setup.timeout_s, setup.say)
+            fleet.make_room = partial(release_policy_cache, group, engine_ranks(rollout), setup.timeout_s, setup.say)
         return Actors(policy, reference, critic, fleet)
 
 
 @contextmanager
 def release_policy_cache(
-    policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int
+    policy: ActorGroup, workers: int, timeout_s: float, say: Callable[[str], None], engine: int
 ) -> Iterator[None]:
     """Has the policy ranks on an engine's GPUs release torch's cached memory before the body of the `with` block, which
     restarts the engine.
@@ -129,12 +130,12 @@ def release_policy_cache(
 
     Args:
         policy: The policy's ranks; rank r shares the GPU of engine worker r.
-        tensor: Workers of an engine.
+        workers: Workers of an engine.
         timeout_s: Seconds to wait for the ranks.
         say: Prints a line.
         engine: Number of the engine.
     """
-    ranks = range(engine * tensor, (engine + 1) * tensor)
+    ranks = range(engine * workers, (engine + 1) * workers)
     calls = [policy.submit(rank, "empty_cache") for rank in ranks]
     answers = settle(calls, timeout_s, after_failure=timeout_s).answers
     busy = [call.actor for call in calls if call not in answers]

@@ -222,8 +222,8 @@ def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told:
         ),
         (["policy.recompute=selective", "policy.offload_layers=48"], None),
         (
-            ["rollout.options.data_parallel_size=2", "rollout.engines=2"],
-            "data_parallel_size=2 works only in a plan: a run",
+            ["rollout.tensor=4", "rollout.options.data_parallel_size=4", "rollout.engines=1"],
+            "data_parallel_size=4 works only in a plan: in a run",
         ),
     ],
 )

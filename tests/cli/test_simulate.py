@@ -340,7 +340,6 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
         ([*SEARCH, "--simulate", "--dry-run"], "--simulate --dry-run: give one of them"),
         ([*SEARCH, "--simulate", "--suggest"], "--simulate --suggest: give one of them"),
         ([*SEARCH, "--simulate", "--settings"], "--simulate --settings: give one of them"),
-        ([*SEARCH, "--simulate", "rollout.options={data_parallel_size: 2}"], "_size = 2: not yet available"),
         ([*SEARCH, "--simulate", "algorithm.advantage=remax"], "algorithm.advantage = remax: --simulate does not play"),
         ([*SEARCH, "--simulate", "asynchrony.max_staleness=-1"], "max_staleness = -1: allowed is a whole number of at"),
         (["--config", "configs/quickstart.yaml", "--simulate"], "cluster.device = cpu"),

@@ -90,7 +90,20 @@ WRONG = [
         "rollout.tensor = 3: with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would "
         "lie in two nodes; allowed are divisors of cluster.gpus_per_node = 4",
     ),
-    ("rollout.options.data_parallel_size=2", "rollout.options.data_parallel_size = 2: not yet available in a run"),
+    (
+        "cluster.device=cuda rollout.tensor=4 rollout.options.data_parallel_size=4 cluster.nodes=4",
+        "rollout.options.data_parallel_size = 4: with rollout.tensor = 4 an engine has 16 GPUs, and in a run an engine "
+        "must fit into a node of cluster.gpus_per_node = 8; allowed is at most 2",
+    ),
+    (
+        "rollout.options.pipeline_parallel_size=2",
+        "rollout.options.pipeline_parallel_size = 2: a weight sync plans tensor and data parallel workers, not stages",
+    ),
+    ("rollout.options.enable_eplb=true", "rollout.options.enable_eplb: vLLM would give a worker other experts than"),
+    (
+        "rollout.options.data_parallel_rank=0",
+        "rollout.options.data_parallel_rank: the run decides it; use rollout.options.data_parallel_size, and rollout",
+    ),
     ("rollout.options.data_parallel_size=x", "rollout.options.data_parallel_size = x: allowed is a whole number"),
     ("policy.layout.tensor=0", "policy.layout.tensor = 0: allowed is a whole number of at least 1"),
     ("policy.optimizer.lr=nan", "policy.optimizer.lr = nan: allowed is a number of at least 0"),
@@ -372,7 +385,6 @@ WRONG = [
         "policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so gradients cannot leave the device; leave",
     ),
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
-    ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
     (
         "rollout.options.hf_overrides.quantization_config={quant_method:fp8,activation_scheme:dynamic,"
         "weight_block_size:[128,128]}",

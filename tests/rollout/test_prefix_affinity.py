@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.engines.base import Request, Sampling
-from skyrl_mega.rollout.routing import prefix_affinity
-from skyrl_mega.rollout.routing.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
+from skyrl_mega.engines import prefix_affinity
+from skyrl_mega.engines.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
 from skyrl_mega.rollout.routing.router import QueuedRequest, Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engines

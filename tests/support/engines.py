@@ -64,8 +64,8 @@ class Recorder(VllmEngine):
         self.seen: dict[str, dict[str, Any]] = {}
         generate = self.llm.generate
 
-        async def listen(prompt: Any, parameters: Any, request: str) -> AsyncIterator[Any]:
-            async for output in generate(prompt, parameters, request):
+        async def listen(prompt: Any, parameters: Any, request: str, **more: Any) -> AsyncIterator[Any]:
+            async for output in generate(prompt, parameters, request, **more):
                 result = output.outputs[0]
                 self.seen[request] = {
                     "given": list(output.prompt_token_ids),

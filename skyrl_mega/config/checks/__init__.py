@@ -21,7 +21,7 @@ from skyrl_mega.config.checks.devices import (
     check_profile,
     check_residency,
 )
-from skyrl_mega.config.checks.engines import check_endpoint, check_engines, check_rollout, check_topology, check_wire
+from skyrl_mega.config.checks.engines import check_endpoint, check_rollout, check_topology, check_wire
 from skyrl_mega.config.checks.learning import check_algorithm, check_asynchrony, check_critic, check_samples
 from skyrl_mega.config.checks.policy import check_replay, check_speed
 from skyrl_mega.config.checks.unused import check_unused
@@ -93,7 +93,6 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     if engines:
         raise_first(config, config.model.refusals())
         check_topology(config)
-        check_engines(config)
     else:
         check_endpoint(config)
 

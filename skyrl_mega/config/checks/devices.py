@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_mega.common.limits import CONTAINER_LIFETIME_S
-from skyrl_mega.config.checks.engines import check_engines, check_topology
+from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.containers import container_options, environment_slots, whole
 from skyrl_mega.config.derived import (
     DETERMINISTIC,
@@ -136,7 +136,6 @@ def check_cluster(c: Config, planned: bool) -> None:
         UserError: A setting does not fit the device, or GPUs are too few.
     """
     check_topology(c)
-    check_engines(c, planned)
     check_spec(c)
     if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
         check_gpus(c, planned=planned)
@@ -167,6 +166,13 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
     if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):
         in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
         yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}{in_plan}"
+    elif engine_ranks(c.rollout) > node and not planned:
+        yield (
+            "rollout.options.data_parallel_size",
+            f"with rollout.tensor = {c.rollout.tensor} an engine has {engine_ranks(c.rollout)} GPUs, and in a run an "
+            f"engine must fit into a node of cluster.gpus_per_node = {node}; allowed is at most "
+            f"{node // c.rollout.tensor}",
+        )
     if not training:
         if engines > total:
             yield (
@@ -217,9 +223,10 @@ def _shared_refusals(c: Config, engines: int, policy: int) -> Refusals:
             f"{engines} workers, more than policy.ranks = {policy}; allowed is at most "
             f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false",
         )
-    if c.cluster.gpus_per_node % c.rollout.tensor and c.rollout.tensor % c.cluster.gpus_per_node:
+    node, size = c.cluster.gpus_per_node, engine_ranks(c.rollout)
+    if node % size and size % node:
         yield (
-            "rollout.tensor",
+            "rollout.tensor" if size == c.rollout.tensor else "rollout.options.data_parallel_size",
             "with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would lie in two nodes; "
-            f"allowed are divisors of cluster.gpus_per_node = {c.cluster.gpus_per_node}",
+            f"allowed are divisors of cluster.gpus_per_node = {node}",
         )

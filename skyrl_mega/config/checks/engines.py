@@ -27,12 +27,20 @@ SLEEP_ARGUMENTS = {
     "sleep_preserve_parameter_names": None,
 }
 """vLLM arguments for sleep mode → the setting to use instead (None: no such setting)."""
+MOVED_EXPERTS = ("enable_eplb", "eplb_config", "enable_elastic_ep", "expert_placement_strategy")
+"""vLLM arguments that give a worker other experts than a weight sync sends to the worker."""
+REPLICA_ARGUMENTS = (
+    *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"),
+    *("data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+    *("data_parallel_multi_port_external_lb", "nnodes", "node_rank", "master_addr", "master_port"),
+)
+"""vLLM arguments for replicas on several nodes or behind a balancer of load; here an engine is within a node."""
 ENGINE_ARGUMENTS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "run.seed",
     "tensor_parallel_size": "rollout.tensor",
-    "pipeline_parallel_size": "rollout.tensor",
+    "prefill_context_parallel_size": "rollout.tensor",
     "max_model_len": "rollout.max_length",
     "max_num_seqs": "rollout.concurrency",
     "gpu_memory_utilization": "rollout.memory_fraction",
@@ -45,6 +53,7 @@ ENGINE_ARGUMENTS = {
     "load_format": None,
     "enable_return_routed_experts": "policy.moe.replay=rollout",
     **SLEEP_ARGUMENTS,
+    **dict.fromkeys(REPLICA_ARGUMENTS, "rollout.options.data_parallel_size, and rollout.engines for more engines"),
 }
 """vLLM arguments controlled by the run → the setting to use instead (None: no such setting)."""
 TEMPLATE_ARGUMENTS = {
@@ -94,11 +103,26 @@ def check_rollout(c: Config) -> Refusals:
         why = f"allowed is at least {length_limit(r)}, the longest sequence that rollout's limits allow"
         yield "model.build.max_length", why
     yield from _controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
+    yield from _layout_refusals(r.options)
     yield from _controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
     for name in r.chat_template_options:
         if not isinstance(name, str) or not name.isidentifier():
             why = f"{shown(name)}: allowed is the name of a template's variable"
             yield "rollout.chat_template_options", why, "", ""
+
+
+def _layout_refusals(options: Mapping[str, Any]) -> Refusals:
+    """Yields options of vLLM that place weights in another way than a weight sync's plan."""
+    if options.get("pipeline_parallel_size", 1) != 1:
+        yield (
+            "rollout.options.pipeline_parallel_size",
+            "a weight sync plans tensor and data parallel workers, not stages of layers",
+            "give a larger rollout.tensor, or rollout.options.data_parallel_size with enable_expert_parallel",
+        )
+    for name in MOVED_EXPERTS:
+        if options.get(name):
+            why = "vLLM would give a worker other experts than a weight sync's plan"
+            yield f"rollout.options.{name}", why, "leave it out", ""
 
 
 def _controlled(key: str, options: Mapping[str, Any], controlled: Mapping[str, str | None]) -> Refusals:
@@ -128,22 +152,6 @@ def check_topology(c: Config) -> Refusals:
     if cache is not None and cache not in allowed:
         why = f"allowed is one of {', '.join(allowed)}; give fp8 for a byte an element, or auto"
         yield "rollout.options.kv_cache_dtype", why
-
-
-@raising
-def check_engines(c: Config, planned: bool = False) -> Refusals:
-    """Raises a UserError for engines with data-parallel replicas, or with expert parallelism on a CPU.
-
-    Args:
-        c: The settings.
-        planned: True if nothing will be started: data-parallel replicas are then accepted.
-    """
-    if engine_data(c.rollout) > 1 and not planned:
-        why = "not yet available in a run, only in --dry-run and python -m skyrl_mega.weights plan; give 1"
-        yield "rollout.options.data_parallel_size", why
-    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
-        why = "vLLM has no expert parallelism on a CPU"
-        yield "rollout.options.enable_expert_parallel", why, "leave it out", ""
 
 
 @raising

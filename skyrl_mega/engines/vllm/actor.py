@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.derived import engine_data
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.engines.vllm import routes
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
+from skyrl_mega.engines.vllm.replicas import Replicas
 from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
@@ -62,6 +64,7 @@ class VllmEngine:
         """True if computing was stopped, for a sync or a sleep."""
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Result queues of the running `generate_many` calls."""
+        self.replicas = Replicas(engine_data(spec.rollout))
         if not (Path(spec.path) / "config.json").is_file():
             raise UserError(
                 f"there is no config.json on {platform.node()}; give a Hugging Face directory that every node can read",
@@ -116,7 +119,7 @@ class VllmEngine:
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
         self.watched = True
-        tokens = self.llm.vllm_config.cache_config.kv_cache_size_tokens
+        tokens = self.replicas.count * self.llm.vllm_config.cache_config.kv_cache_size_tokens
         return Facts(cache_tokens=tokens, cache_bytes=min(await self.workers("cache_bytes")))
 
     # ---- generation ------------------------------------------------------------------------------------------------
@@ -213,16 +216,18 @@ class VllmEngine:
     async def _generate(
         self, request: Request, sampling: Sampling, done: asyncio.Queue[Completion | BaseException]
     ) -> None:
-        output, began = None, time.time()
+        output, began, replica = None, time.time(), self.replicas.take(request)
         alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
-            stream = self.llm.generate(self.prompt(request), self.parameters(request, sampling), request.id)
+            given = self.prompt(request), self.parameters(request, sampling), request.id
+            stream = self.llm.generate(*given, data_parallel_rank=replica)
             async for output in stream:  # noqa: B007  (the last output is read below)
                 pass
         except Exception as error:  # raised by the caller
             done.put_nowait(self._translate_error(error))
             return
         finally:
+            self.replicas.release(replica)
             if alarm is not None:
                 alarm.cancel()
         assert output is not None
@@ -494,7 +499,8 @@ class VllmEngine:
         return recorded
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker and returns the answers by rank.
+        """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker and returns the answers by rank:
+        the workers of replica 0, of replica 1, …
 
         Arguments and answers are plain values only. Waits without limit.
 
@@ -502,8 +508,9 @@ class VllmEngine:
             EngineDied: vLLM's process is gone.
             Exception: The method failed in a worker; vLLM may pass on only the text of the error.
         """
-        answers: list[Any] = await self._await_vllm(self.llm.collective_rpc(method, args=args))
-        return answers
+        # With several replicas, vLLM's own `collective_rpc` calls all workers, but returns replica 0's answers only.
+        call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [answer for replica in await self._await_vllm(call) for answer in replica]
 
     async def _await_vllm(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Waits for vLLM's answer. Raises EngineDied if vLLM's process dies, which would leave calls unanswered."""

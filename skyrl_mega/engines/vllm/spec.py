@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.limits import ENGINE_STEP_TOKENS
-from skyrl_mega.config.derived import ENGINE_ENVIRONMENT, eager, fp8_weights
+from skyrl_mega.config.derived import ENGINE_ENVIRONMENT, eager, fp8_weights, replica_concurrency
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.hf_checkpoint.index import read_config
@@ -77,7 +77,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if spec.rollout.tensor == 1:
-            # Otherwise vLLM puts its only worker into a third process: 7 s more to start.
+            # Otherwise vLLM puts the only worker of a replica into a further process: 7 s more to start.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager(spec.rollout, spec.device):
             # vLLM compiles a helper of its sampler even in eager mode: 18 s at the first request.
@@ -123,7 +123,7 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         "seed": spec.seed,
         "tensor_parallel_size": rollout.tensor,
         "max_model_len": spec.max_length,
-        "max_num_seqs": rollout.concurrency,
+        "max_num_seqs": replica_concurrency(rollout),  # vLLM counts each replica
         # A step may prefill a whole wave of prompts, and always fits the longest sequence.
         "max_num_batched_tokens": max(spec.max_length, ENGINE_STEP_TOKENS),
         "enforce_eager": eager(rollout, spec.device),

@@ -32,6 +32,15 @@ from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.exchange import Exchange
 
 
+def worker_index(parallel: Any) -> int:
+    """Returns the number of a worker in its engine, the workers of replica 0 first.
+
+    Args:
+        parallel: vLLM's `ParallelConfig` of the worker; `rank` counts inside the replica.
+    """
+    return int(parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank)
+
+
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """Information for the workers of an engine to join; the same for all workers."""
@@ -77,9 +86,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
         """
         self.shutdown()
-        connection, parallel = Connection(**init_info.connection), self.parallel_config
-        worker_index = parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank
-        self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + worker_index)
+        connection, index = Connection(**init_info.connection), worker_index(self.parallel_config)
+        self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + index)
 
     def start_weight_update(self) -> None:
         """Begins an update: all parameters of this worker count as not written."""
@@ -256,9 +264,11 @@ class WorkerExtension:
         worker's rank."""
         config = self.weight_transfer_engine.model_config.hf_config.to_dict()
         parallel = self.weight_transfer_engine.parallel_config
-        return architecture(config).engine_shard(
-            config, parallel.tensor_parallel_size, parallel.rank, parallel.enable_expert_parallel
-        )
+        # vLLM treats the replicas of a model without experts as engines of their own: the size is then 1.
+        cut = parallel.tensor_parallel_size, parallel.enable_expert_parallel, parallel.data_parallel_size
+        tensor, whole_experts, data = cut
+        index = worker_index(parallel) if data > 1 else parallel.rank
+        return architecture(config).engine_shard(config, tensor, index, whole_experts, data)
 
     def load_files(self, path: str) -> None:
         """Loads this worker's shard from the Hugging Face directory `path`, in the same way as a sync, a layer at a
