@@ -17,7 +17,6 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.command import DONE
-from skyrl_mega.config.derived import engine_data
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, micro_tokens, rates

@@ -202,8 +202,8 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
 
 
 def sampling_bytes(config: Config, decoder: Decoder) -> int:
-    """Estimates the bytes for sampling a token of every concurrent sequence of a replica: logits in `model.dtype` and in float32,
-    sorted values and indices."""
+    """Estimates the bytes for sampling a token of every concurrent sequence of a replica: logits in `model.dtype` and
+    in float32, sorted values and indices."""
     return replica_concurrency(config.rollout) * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 

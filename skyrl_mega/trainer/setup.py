@@ -16,7 +16,7 @@ from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.cluster.temporary_files import temporary_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough
-from skyrl_mega.config.derived import critic_ranks, gpus_needed, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, gpus_needed, policy_ranks, reference_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.data.order import PromptStream

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.engines import prefix_affinity
+from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.engines.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
+from skyrl_mega.engines.vllm.replicas import Replicas
 from skyrl_mega.rollout.routing.router import QueuedRequest, Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engines
@@ -100,3 +101,15 @@ def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pyt
     assert len(went) == 9 and all(len(engines) == 1 for engines in went.values())
     homes_of = [{engine for sample in range(3) for engine in went[f"{prompt}-{sample}"]} for prompt in range(3)]
     assert sorted(homes_of, key=min) == [{0}, {1}, {2}]
+
+
+def test_the_replicas_of_an_engine_share_requests_in_order() -> None:
+    replicas = Replicas(2)
+    first = [replicas.take(Request(f"{n}/0", [1, 2], 1, 0)) for n in range(6)]
+    assert first == [0, 1] * 3
+    replicas.release(1)
+    assert replicas.take(Request("6/0", [1, 2], 1, 0)) == 1
+    # The next turn of a trajectory goes to the replica with the cached prefix.
+    replicas.release(first[0])
+    assert replicas.take(Request("0/1", [1, 2, 3], 1, 0)) == 0
+    assert replicas.requests == {0: 3, 1: 3}

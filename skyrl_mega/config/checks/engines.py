@@ -10,7 +10,6 @@ from skyrl_mega.config.derived import (
     NARROW_CACHES,
     ONLINE_FP8,
     WIDE_CACHES,
-    engine_data,
     fp8_parameters,
     length_limit,
     response_limit,

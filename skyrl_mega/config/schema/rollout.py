@@ -56,8 +56,8 @@ class RolloutConfig:
     max_turns: int = at_least(1, 1)
     """Maximum number of turns per trajectory; of an agent (docs/agents.md), the maximum number of requests."""
     concurrency: int = between(1, MOST, 256)
-    """Maximum number of running sequences per engine. The router also limits an engine's requests to twice the KV
-    cache, with every request counted at maximum length."""
+    """Maximum number of running sequences per engine, shared by data-parallel replicas. The router also limits an
+    engine's requests to twice the KV cache, with every request counted at maximum length."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling of training trajectories."""
     conversation: str = one_of("messages", "one_message")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Sampling
+from skyrl_mega.engines.prefix_affinity import PrefixAffinity
 from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.routing.lockstep import FixedEngines, in_lockstep
-from skyrl_mega.engines.prefix_affinity import PrefixAffinity
 from skyrl_mega.rollout.routing.router import Engines, Router, at_once
 
 

@@ -22,9 +22,9 @@ from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.prefix_affinity import PrefixAffinity
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.rollout.journal import Journal, RecordedTurn
-from skyrl_mega.engines.prefix_affinity import PrefixAffinity
 
 IN_FLIGHT = 4
 """Requests given to an engine, as a multiple of the sequences running at once. So the engine is never idle, and the
