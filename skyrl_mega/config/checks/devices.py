@@ -163,16 +163,7 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
     """
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     engines = c.rollout.engines * engine_ranks(c.rollout)
-    if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):
-        in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
-        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}{in_plan}"
-    elif engine_ranks(c.rollout) > node and not planned:
-        yield (
-            "rollout.options.data_parallel_size",
-            f"with rollout.tensor = {c.rollout.tensor} an engine has {engine_ranks(c.rollout)} GPUs, and in a run an "
-            f"engine must fit into a node of cluster.gpus_per_node = {node}; allowed is at most "
-            f"{node // c.rollout.tensor}",
-        )
+    yield from _engine_size_refusals(c, planned)
     if not training:
         if engines > total:
             yield (
@@ -211,6 +202,26 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
             "policy.ranks",
             f"{parts} GPUs are more than cluster.nodes · gpus_per_node = {total}; allowed is a sum of at most {total}: "
             f"{fix}, or more nodes",
+        )
+
+
+def _engine_size_refusals(c: Config, planned: bool) -> Refusals:
+    """Yields a reason if an engine does not fit into a node.
+
+    Args:
+        c: The settings.
+        planned: True if nothing will be started: an engine may then take several whole nodes.
+    """
+    node = c.cluster.gpus_per_node
+    if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):
+        in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
+        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}{in_plan}"
+    elif engine_ranks(c.rollout) > node and not planned:
+        yield (
+            "rollout.options.data_parallel_size",
+            f"with rollout.tensor = {c.rollout.tensor} an engine has {engine_ranks(c.rollout)} GPUs, and in a run an "
+            f"engine must fit into a node of cluster.gpus_per_node = {node}; allowed is at most "
+            f"{node // c.rollout.tensor}",
         )
 
 
