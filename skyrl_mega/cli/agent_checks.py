@@ -26,6 +26,9 @@ def check_agents(config: Config, names: Iterable[str]) -> None:
         if not issubclass(cls, AgentEnv):
             continue
         why = f"environment {name} runs an agent"
+        if rollout.generator is not None:
+            text = f"{why}, which asks the policy itself"
+            raise UserError(text, key="rollout.generator", value=rollout.generator, fix="give rollout.generator=null")
         if rollout.step_wise == "off":
             text = f"{why}, whose requests may branch, so that a trajectory is no single sequence"
             raise UserError(text, key="rollout.step_wise", value="off", fix="give rollout.step_wise=merged")

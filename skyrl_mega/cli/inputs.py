@@ -51,6 +51,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     advantages.check(config.algorithm)
     losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
+    check_own_code(config)
     run_inputs.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
@@ -91,6 +92,7 @@ def planned_inputs(
     advantages.check(config.algorithm)
     losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
+    check_own_code(config)
     absent: list[str] = []
     path = Path(config.model.path)
     if path.exists() and not any(path.glob("*.safetensors")):
@@ -118,6 +120,18 @@ def planned_inputs(
     check_tools(config)
     check_agents(config, environment_names(config))
     return hf, absent
+
+
+def check_own_code(config: Config) -> None:
+    """Tries a generator of the user (`rollout.generator`) with stand-ins.
+
+    Raises:
+        UserError: The code cannot be loaded, or fails.
+    """
+    if config.rollout.generator is not None:
+        from skyrl_mega.rollout.generators import trial  # the agent loop, which other checks do without
+
+        trial.check(config)
 
 
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:

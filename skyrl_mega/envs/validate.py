@@ -61,7 +61,7 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
     output = env.init(prompt)
     if not isinstance(output, tuple) or len(output) != 2:
         raise BadOutput(f"init gave {_shown(output)}; allowed: (messages, info)")
-    messages = _messages("init: messages", output[0])
+    messages = check_messages("init: messages", output[0])
     if not messages:
         raise BadOutput("init: messages is empty; allowed: at least one message")
     return messages
@@ -145,10 +145,10 @@ def _output(method: str, output: Any, characters: int, weights: Mapping[str, flo
         raise BadOutput(f"{method}: reward and rewards_at sum to {_shown(reward)}; allowed: a finite number")
     if not isinstance(done, bool | np.bool_):
         raise BadOutput(f"{method}: done = {_shown(done)}; allowed: True or False")
-    observations = _messages(f"{method}: observations", output["observations"])
+    observations = check_messages(f"{method}: observations", output["observations"])
     messages = output.get("messages")
     if messages is not None:
-        messages = _messages(f"{method}: messages", messages)
+        messages = check_messages(f"{method}: messages", messages)
         if observations or not messages:
             raise BadOutput(
                 f"{method}: messages is the whole conversation, rewritten: allowed is at least one, and observations = "
@@ -193,7 +193,16 @@ def _of_parts(method: str, rewards_at: Any, characters: int) -> list[tuple[int, 
     return [(int(end), float(reward)) for end, reward in rewards_at]
 
 
-def _messages(key: str, messages: Any) -> list[Message]:
+def check_messages(key: str, messages: Any) -> list[Message]:
+    """Returns a list of messages in JSON form.
+
+    Args:
+        key: Method and name, for errors.
+        messages: Anything.
+
+    Raises:
+        BadOutput: This is no list of messages.
+    """
     if not isinstance(messages, list | tuple):
         raise BadOutput(f"{key} = {_shown(messages)}; allowed: a list of messages")
     for i, message in enumerate(messages):

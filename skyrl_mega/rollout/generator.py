@@ -12,10 +12,13 @@ from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent.agent_factory import AgentFactory
+from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
 from skyrl_mega.rollout.gate import Gate
+from skyrl_mega.rollout.generators import load
+from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.player import Player
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.workers.client import WorkerClient
@@ -97,6 +100,7 @@ class Generator:
         *,
         seed: str,
         progress: Progress | None = None,
+        own: bool = False,
     ) -> list[Group]:
         """Runs `samples` trajectories of every prompt and returns a group per prompt, in the prompts' order. Clears the
         engines' prefix caches first. Blocks, without a time limit, until all trajectories ended; `look` can end the
@@ -113,6 +117,7 @@ class Generator:
             seed: Name of this phase, such as `"<run seed>/<step>"`.
             progress: Called after each finished trajectory; counts from 1 again if the phase restarts because all
                 engines were lost (`refill`).
+            own: True to make the groups by `rollout.generator`, if set.
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
@@ -123,7 +128,10 @@ class Generator:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and hence the last
                 # bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
+                if own and self.rollout.generator is not None:
+                    played = self.loop.run(self._generate_groups(prompts, samples, sampling, seed, progress))
+                else:
+                    played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
             except NoServingActor:
                 if self.refill is None:
@@ -143,10 +151,24 @@ class Generator:
             if self.counts_are_read:
                 client.on_counts = self.timeline.merge
             return SlotPlayer(client, self.slots)
+        agent = self._agent(sampling, service=service)
+        return agent if self.slots.most is None else SlotPlayer(agent, self.slots)
+
+    def group_player(self, sampling: SamplingConfig, *, service: bool = False) -> GroupPlayer:
+        """Returns a player of whole groups by `rollout.generator`, which must be set; see `player`.
+
+        Raises:
+            UserError: The generator cannot be imported or created.
+        """
+        own = load.create(self.rollout)
+        assert own is not None
+        return GroupPlayer(self._agent(sampling, service=service), own)
+
+    def _agent(self, sampling: SamplingConfig, *, service: bool) -> Agent:
         factory = AgentFactory(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
         agent = factory.agent(self.fleet, sampling, lockstep=self.lockstep and not service, service=service)
         agent.spans, agent.router.count = self._spans, self.timeline.requests
-        return agent if self.slots.most is None else SlotPlayer(agent, self.slots)
+        return agent
 
     def _spans(self) -> list[Span] | None:
         """Returns the list that records environment calls at present, or None."""
@@ -183,6 +205,38 @@ class Generator:
             return await self._watched(asyncio.gather(*playing))
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
+            raise error.with_traceback(None) from error.__cause__
+        finally:
+            await cancel_all(playing)
+            player.router.close()
+
+    async def _generate_groups(
+        self,
+        prompts: list[Prompt],
+        samples: int,
+        sampling: SamplingConfig,
+        seed: str,
+        progress: Progress | None,
+    ) -> list[Trajectory]:
+        """Returns the trajectories of all groups in the prompts' order, made by `rollout.generator`; the names are
+        those of `_generate`."""
+        player, done = self.group_player(sampling), 0
+        gate = Gate(len(prompts))
+
+        async def play(place: int) -> list[Trajectory]:
+            nonlocal done
+            names = [f"{seed}/{place * samples + sample}" for sample in range(samples)]
+            group = await player.play_group(prompts[place], names, gate.starts[place])
+            done += samples
+            if progress is not None:
+                progress(done, len(prompts) * samples)
+            return group
+
+        playing = [asyncio.create_task(play(place)) for place in range(len(prompts))]
+        try:
+            groups = await self._watched(asyncio.gather(*playing))
+            return [t for group in groups for t in group]
+        except ActorFailed as error:
             raise error.with_traceback(None) from error.__cause__
         finally:
             await cancel_all(playing)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
@@ -20,6 +21,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import ServiceLoop, cancel_all
 from skyrl_mega.rollout.gate import Gate, Start
+from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.player import Player
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
@@ -64,13 +66,13 @@ class RolloutService:
     """A service that generates groups in a background loop while the caller does other work.
 
     Args:
-        player: Runs the trajectories, with a router for a service.
+        player: Runs the trajectories, or whole groups, with a router for a service.
         fleet: The engines of the player.
         loop: The event loop of the player.
         timeout_s: Seconds for the engines to forget cached prefixes (`rollout.request_timeout_s`).
     """
 
-    def __init__(self, player: Player, fleet: Fleet, loop: ServiceLoop, timeout_s: float) -> None:
+    def __init__(self, player: Player | GroupPlayer, fleet: Fleet, loop: ServiceLoop, timeout_s: float) -> None:
         self.player, self.fleet, self.loop, self.timeout_s = player, fleet, loop, timeout_s
         self.under_way: dict[int, Ticket] = {}
         """Number → ticket of each unfinished group; used only by the caller's thread."""
@@ -152,11 +154,7 @@ class RolloutService:
 
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
         self.player.router.remember([turn for ticket, _ in wanted for turn in ticket.recorded])
-        starts = iter(Gate(sum(len(ticket.left) for ticket, _ in wanted), TOGETHER_S).starts)
-        playing = [
-            asyncio.create_task(self._group(ticket, prompt, {sample: next(starts) for sample in ticket.left}))
-            for ticket, prompt in wanted
-        ]
+        playing = [asyncio.create_task(work) for work in self._work(wanted)]
         try:
             await asyncio.gather(*playing)
         except ActorFailed as error:
@@ -168,12 +166,30 @@ class RolloutService:
         finally:
             await cancel_all(playing)
 
+    def _work(self, wanted: list[tuple[Ticket, Prompt]]) -> list[Coroutine[Any, Any, None]]:
+        """Returns the coroutine of each wanted group."""
+        if isinstance(self.player, GroupPlayer):
+            gate, player = Gate(len(wanted), TOGETHER_S), self.player
+            return [self._own_group(player, *one, start) for one, start in zip(wanted, gate.starts, strict=True)]
+        starts = iter(Gate(sum(len(ticket.left) for ticket, _ in wanted), TOGETHER_S).starts)
+        return [
+            self._group(ticket, prompt, {sample: next(starts) for sample in ticket.left}) for ticket, prompt in wanted
+        ]
+
+    async def _own_group(self, player: GroupPlayer, ticket: Ticket, prompt: Prompt, start: Start) -> None:
+        """Runs a whole group by a generator of the user."""
+        trajectories = await player.play_group(prompt, ticket.names, start)
+        for name in ticket.names:
+            player.router.forget(name)
+        self._tell(Done(ticket, Group(prompt, trajectories)))
+
     async def _group(self, ticket: Ticket, prompt: Prompt, starts: Mapping[int, Start]) -> None:
         """Runs the samples of a group that are left: sample → `start`."""
         played = self._played[ticket.number]
 
         async def play(sample: int, start: Start) -> None:
             name = ticket.names[sample]
+            assert not isinstance(self.player, GroupPlayer)
             played[sample] = await self.player.play(prompt, sample, name, start)
             self.player.router.forget(name)
 

@@ -92,6 +92,7 @@ class RolloutSource:
                 sampling=self.config.rollout.sampling,
                 seed=f"{self.config.run.seed}/{step.number}/{number}",
                 progress=lambda done, _: progress.update(done),
+                own=True,
             )
         step.trajectories += [t for group in groups for t in group.trajectories]
         return groups

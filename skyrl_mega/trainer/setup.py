@@ -31,6 +31,7 @@ from skyrl_mega.retriever.session import running_service
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.generators import load
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.console import Console
@@ -64,8 +65,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines, and
     yields the run. Ends all with the block or an error: UserError, ActorFailed or ClusterError if a part fails."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
-    algorithm = losses.with_absolute_path(config.algorithm)
-    config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
+    config = with_absolute_files(config)
     logs = folder / "logs"
     model = Path(config.model.path).absolute()
     hf = read_config(model)
@@ -120,6 +120,16 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         generator.look = shutdown.raise_if_requested
         generator.refill = run.resync_restarted_engines
         yield run
+
+
+def with_absolute_files(config: Config) -> Config:
+    """Returns the settings with absolute paths of the user's files, for processes that start in another folder."""
+    return replace(
+        config,
+        environment=with_absolute_paths(config.environment),
+        algorithm=losses.with_absolute_path(config.algorithm),
+        rollout=load.with_absolute_path(config.rollout),
+    )
 
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
@@ -201,7 +211,8 @@ def rollouts_of(
         own_generator.recorder, own_generator.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own_generator), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
-    player = generator.player(config.rollout.sampling, service=True)
+    own, sampling = config.rollout.generator is not None, config.rollout.sampling
+    player = generator.group_player(sampling, service=True) if own else generator.player(sampling, service=True)
     service = RolloutService(player, generator.fleet, generator.loop, config.rollout.request_timeout_s)
     return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
 

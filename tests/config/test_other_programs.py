@@ -120,7 +120,9 @@ def test_all_unknown_keys_of_a_command_line_are_told_at_once(
         "error: trainer.policy.model.path is SkyRL's; here it is model.path",
         "error: trainer.epochs is SkyRL's; here it is run.epochs",
     ]
-    assert lines[2].startswith("error: generator.foo = 1 is not known here; allowed in a configuration: run, ")
+    assert lines[2].startswith(
+        "error: generator.foo = 1 is not known here; did you mean rollout.generator? allowed in a "
+    )
     assert lines[2].endswith("; docs/migration.md has keys of other programs")
     assert lines[3].startswith(
         "error: generator.engine_init_kwargs.swap_space is SkyRL's; here it is rollout.options.swap"

@@ -82,6 +82,12 @@ class RolloutConfig:
     """Unit of a training sample. off: a trajectory. turns: a turn with everything the policy saw before, for
     environments with rewritten conversations. merged: like turns, but a turn that only extends the previous turn is
     merged into the same sample."""
+    generator: Optional[str] = None
+    """Generator of the training trajectories (docs/generators.md): best_of_n, tree_search, branching, refinement, or
+    the import path of your own class (`package.module:Class` or `path/to/file.py:Class`). null is the agent loop:
+    `data.samples_per_prompt` independent trajectories. Evaluations and greedy answers always use the agent loop."""
+    generator_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the generator."""
     request_timeout_s: float = at_least(1, 600.0)
     """Seconds without a new token for any request of an engine; then the engine is restarted and the requests move to
     the remaining engines. A single request has no time limit, only `sampling.max_tokens`. When an endpoint is
@@ -100,7 +106,10 @@ class RolloutConfig:
     """Additional vLLM engine arguments, under vLLM's names."""
 
     def refusals(self) -> Refusals:
-        """Yields refusals of token limits that leave no space for a prompt of maximum length or for a turn."""
+        """Yields refusals of token limits that leave no space for a prompt of maximum length or for a turn, and of
+        options without a generator."""
+        if self.generator is None and self.generator_options:
+            yield "rollout.generator_options", "there is no generator; give rollout.generator, or leave the options out"
         if self.sampling.max_tokens > (self.max_response_tokens or self.sampling.max_tokens):
             why = f"allowed is at most rollout.max_response_tokens = {self.max_response_tokens}"
             yield "rollout.sampling.max_tokens", why

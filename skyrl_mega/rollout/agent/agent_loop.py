@@ -108,28 +108,31 @@ class Agent:
             WrongRoutes: The engine's routes do not match the tokens.
         """
         for retries in itertools.count():
-            opened = await self._open(prompt, sample)
+            opened = await self.open(prompt, sample)
             t = opened.trajectory
             t.retries = retries
             if not self._may_retry(t):
                 await self._run(opened, name, start)
             if not self._may_retry(t):
                 return t
-            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**retries))
+            await pause(retries)
         raise AssertionError
 
     def _may_retry(self, t: Trajectory) -> bool:
         return t.status is Status.ERROR_INFRASTRUCTURE and t.retries < self.retries
 
-    async def _open(self, prompt: Prompt, sample: int) -> Opened:
+    def environment(self, t: Trajectory) -> Environment:
+        """Returns the environment of a trajectory, not opened yet."""
+        return Environment(t, self.environments, self.threads, self.limits.env_timeout_s, self.spans, self.classes)
+
+    async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Creates the environment, opens the conversation, and tokenises the first messages.
 
         A fault of the environment is not raised: it ends the trajectory with reward 0, closes the environment, and is
         stored in the trajectory's status and metadata.
         """
         t = new_trajectory(prompt, sample)
-        limit_s = self.limits.env_timeout_s
-        env = Environment(t, self.environments, self.threads, limit_s, self.spans, self.classes)
+        env = self.environment(t)
         opened = Opened(t, env, time.perf_counter())
         try:
             messages = await env.open(self.limits.turns, self.chat)
@@ -187,14 +190,19 @@ class Agent:
                 opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
             while not await self._turn(opened, name):
                 pass
-            if self.one_message and t.status is not Status.TRUNCATED_TOKENS and self.limits.room(t) >= 1:
-                edits.end_message(t, self.chat.end, self.chat.stop_tokens)
+            self.end_message(t)
         except EnvironmentFault as fault:
             edits.fail(t, fault.status, fault.about)
         finally:
             await opened.env.close()
         opened.routes.keep(t)
         opened.token_rewards.keep(t)
+
+    def end_message(self, t: Trajectory) -> None:
+        """Ends the last response of an ended trajectory with `rollout.conversation: one_message`, if a stop string
+        ended the response and a token fits; else changes nothing."""
+        if self.one_message and t.status is not Status.TRUNCATED_TOKENS and self.limits.room(t) >= 1:
+            edits.end_message(t, self.chat.end, self.chat.stop_tokens)
 
     async def _run_agent(self, opened: Opened, name: str) -> None:
         """Runs the agent of an opened trajectory to its end. Waits first until fewer than `environment.workers` agents
@@ -223,12 +231,33 @@ class Agent:
             return True
         turn = await self.generate_turn(opened, f"{name}/{t.turns}", room)
         t.seconds["generate"] += t.steps[-1].generate_s
-        cut = CUT_STATUS.get(turn.finish)
-        if cut and not turn.tokens:  # the time was over before the first token
-            t.status = cut
-            await self._out_of_time(opened)
+        if turn.finish in CUT_STATUS and not turn.tokens:  # the time was over before the first token
+            await self.end_without_answer(opened, turn.finish)
             return True
         t.turns += 1
+        return await self.judge(opened, turn)
+
+    async def end_without_answer(self, opened: Opened, finish: str) -> None:
+        """Ends a trajectory whose time was over before the first token of a turn.
+
+        Raises:
+            EnvironmentFault: See `Environment.out_of_time`.
+        """
+        opened.trajectory.status = CUT_STATUS[finish]
+        await self._out_of_time(opened)
+
+    async def judge(self, opened: Opened, turn: PolicyTurn) -> bool:
+        """Lets the environment judge the trajectory's last turn, and appends reward and observations. Returns True if
+        the trajectory has ended, with the status set.
+
+        Args:
+            opened: The trajectory; its last step is the response, with at least one token, and `turns` counts it.
+            turn: The turn.
+
+        Raises:
+            EnvironmentFault: The environment failed.
+        """
+        t, cut = opened.trajectory, CUT_STATUS.get(turn.finish)
         edits.append_messages(t, [{"role": "assistant", "content": turn.text}])
 
         step = t.steps[-1]
@@ -251,7 +280,7 @@ class Agent:
             t.status = Status.TRUNCATED_TIME
             await self._out_of_time(opened)
         else:
-            return self._append_answer(opened, answer)
+            return self.append_answer(opened, answer)
         return True
 
     async def _out_of_time(self, opened: Opened) -> None:
@@ -303,7 +332,7 @@ class Agent:
         result. Raises TemplateError, TooLong or UserError as `Renderer.following` does."""
         return self.chat.following(t.tokens[-1], observations, tools)
 
-    def _append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
+    def append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
         """Appends the tokens of the environment's answer, or returns True if they leave no room for another turn."""
         t, tools = opened.trajectory, opened.env.tools
         if answer.messages is None:
@@ -340,3 +369,12 @@ class Agent:
             raise opened.env.fault(Status.ERROR_ENV, f"{what}: {error}") from error
         except TooLong as error:
             return range(error.tokens)  # longer than every limit, so rejected by the caller
+
+
+async def pause(retries: int) -> None:
+    """Waits before a retry after an infrastructure fault.
+
+    Args:
+        retries: Number of earlier retries.
+    """
+    await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**retries))

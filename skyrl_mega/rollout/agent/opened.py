@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 from skyrl_mega.rollout.agent.environment import Environment
 from skyrl_mega.rollout.agent.routes import TurnRoutes
@@ -36,3 +37,12 @@ class Opened:
         """Seconds left of the trajectory's time limit, negative after the limit; None without a limit, or before the
         trajectory runs."""
         return None if self.until is None else self.until - time.perf_counter()
+
+    def copied(self) -> Opened:
+        """Returns a copy that shares nothing that changes, except the environment."""
+        t = copy(self.trajectory)
+        t.tokens, t.mask, t.logprobs = t.tokens[:], t.mask[:], t.logprobs[:]
+        t.steps = [replace(step) for step in t.steps]
+        t.versions, t.messages, t.tools = [*t.versions], [*t.messages], [*t.tools]
+        t.rewards, t.metadata, t.seconds = {**t.rewards}, {**t.metadata}, {**t.seconds}
+        return replace(self, trajectory=t, routes=self.routes.copied(), token_rewards=self.token_rewards.copied())

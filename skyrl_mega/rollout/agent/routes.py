@@ -51,6 +51,16 @@ class TurnRoutes:
         self.parts.append(completion.routes)
         self.known = end
 
+    def copied(self, end: int | None = None) -> TurnRoutes:
+        """Returns a copy with the routes of the tokens before position `end`, or of all tokens. The copy's next request
+        returns the routes from the last token kept."""
+        copy = TurnRoutes()
+        copy.parts, copy.known = [*self.parts], self.known
+        if end is not None and self.parts and end - 1 < self.known:
+            copy.known = end - 1
+            copy.parts = [np.concatenate(self.parts)[: copy.known]]
+        return copy
+
     def keep(self, t: Trajectory) -> None:
         """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K] (K experts
         of each of M layers), aligned to the input; zeros for tokens without a route. Does nothing without routes."""

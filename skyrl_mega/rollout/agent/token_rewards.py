@@ -20,6 +20,12 @@ class TokenRewards:
         self.rewards: list[tuple[int, float]] = []
         """(position in `Trajectory.tokens`, reward)."""
 
+    def copied(self) -> TokenRewards:
+        """Returns a copy."""
+        copy = TokenRewards()
+        copy.rewards = [*self.rewards]
+        return copy
+
     def add(self, t: Trajectory, text: Text, rewards_at: Sequence[tuple[int, float]]) -> None:
         """Adds the rewards of the trajectory's last answer, each at the token that completes the rewarded part.
 
