@@ -85,7 +85,7 @@ class HostPages:
 
     def allocate(self, size: int) -> PageRange:
         """Returns a range of pages for `size` bytes, allocating missing pages. The pages become free again when the
-        result is garbage-collected."""
+        result is garbage-collected. A `size` of 0 gives a range without pages."""
         missing = -(-size // self.page) - len(self.free)
         for _ in range(missing):
             self.free.append(HostMemory(self.page, self.device))
@@ -122,7 +122,7 @@ class PageRange:
 
     def pieces(self, offset: int, size: int) -> Iterator[tuple[Tensor, int]]:
         """Yields `size` bytes from byte `offset` on, page by page: a uint8 view, and the number of bytes already
-        yielded."""
+        yielded. The range must have `offset + size` bytes."""
         done = 0
         while done < size:
             index, start = divmod(offset + done, self.page)
@@ -171,7 +171,7 @@ class SavedView:
 
     def tensor(self) -> Tensor:
         """Returns the tensor with dtype, shape and strides as saved. Starts copying the storage back if that has not
-        begun.
+        begun. The tensor shares the storage with other saved views of it.
 
         Work issued from now on waits on the device for the end of the copy; the host does not wait.
         """

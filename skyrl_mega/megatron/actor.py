@@ -121,21 +121,34 @@ class MegatronActor:
         )
 
     def load(self, path: str) -> None:
-        """Loads the model's weights from a Hugging Face directory; see `ModelWorker.load`."""
+        """Loads the model's weights, and the optimizer's master weights, from a Hugging Face directory; Adam's moments
+        and the schedule stay. A collective of all ranks.
+
+        Raises:
+            UserError: A tensor is missing or has another shape, or a file is truncated.
+        """
         self.rank.load(Path(path))
 
     def keep_reference(self, path: str) -> None:
-        """Keeps the reference weights of a Hugging Face directory in host memory, next to the policy's weights; see
-        `ModelWorker.keep_reference`."""
+        """Keeps the weights of a Hugging Face directory in host memory as reference, in place of an earlier reference.
+        The policy's weights stay unchanged. A collective of all ranks.
+
+        Raises:
+            UserError: A tensor is missing or has another shape; an earlier reference stays.
+        """
         self.rank.keep_reference(Path(path))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replaces optimizer and learning-rate schedule by new objects with these settings (after the supervised
-        warm-up)."""
+        """Replaces optimizer and learning-rate schedule by new objects with these settings and zero moments (after the
+        supervised warm-up). No weight changes; an offloaded optimizer stays offloaded. A collective of all ranks.
+
+        Raises:
+            UserError: megatron-core refuses `options` of the settings.
+        """
         self.rank.reset_optimizer(optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Sets the settings that later calls pass to the loss."""
+        """Sets the settings that later calls of `train` and `measure` pass to the loss."""
         self.algorithm = algorithm
 
     @record_function("hold")
@@ -209,7 +222,7 @@ class MegatronActor:
 
     def column(self, name: str) -> list[np.ndarray] | None:
         """Returns a column of the stored micro-batches of all mini-batches in order, [T] each; None if a micro-batch on
-        this rank lacks the column. [] without stored micro-batches."""
+        this rank lacks the column, as on all pipeline stages but the last. [] without stored micro-batches."""
         micros = list(chain(*self.minis))
         return [micro[name].numpy() for micro in micros] if all(name in micro for micro in micros) else None
 
@@ -233,8 +246,9 @@ class MegatronActor:
     def train(
         self, mini: int, temperature: float, loss: str, figures: Figures | None = None, forward_only: int = 0
     ) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch and returns name → metric; see `ModelWorker.train`. All ranks
-        must call this. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.
+        """Takes one optimizer step on a stored mini-batch and returns name → metric: `grad_norm` before clipping and
+        `lr`, on the last pipeline stage also the loss's metrics. All ranks must call this. A gradient of exactly 0 is
+        no error: no weight moves, and `grad_norm` is 0.
 
         Args:
             mini: Index of the mini-batch.
@@ -253,8 +267,17 @@ class MegatronActor:
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """Returns the metrics of `train` without an optimizer step, for the same arguments; see
-        `ModelWorker.measure`."""
+        """Returns name → metric of `train` without an optimizer step: the loss's metrics without `grad_norm`, `lr` and
+        `expert_balance`; {} on all pipeline stages but the last. Changes no weight; a loss of NaN is no error. All
+        ranks must call this.
+
+        Args:
+            mini, temperature, loss, figures: As for `train`.
+
+        Raises:
+            NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
+        """
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     def _objective(self, loss: str, figures: Figures | None) -> Any:
@@ -265,10 +288,14 @@ class MegatronActor:
 
     def offload(self, parts: Sequence[str]) -> int:
         """Moves parts of the rank's state off the device, and returns the bytes copied to host memory. Parts already
-        off the device stay; gradients are dropped, not copied.
+        off the device stay; gradients are dropped, not copied. A reference has parameters only. A collective if
+        "parameters" leave the device.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+
+        Raises:
+            KeyError: A part has another name.
         """
         return self.rank.offload(parts)
 
@@ -278,19 +305,28 @@ class MegatronActor:
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+
+        Raises:
+            KeyError: A part has another name.
         """
         return self.rank.onload(parts)
 
     def empty_cache(self) -> None:
-        """Returns unused GPU memory cached by torch to the device."""
+        """Returns unused GPU memory cached by torch to the device. No tensor is freed; without CUDA nothing happens."""
         torch.cuda.empty_cache()
 
     def save(self, folder: str) -> None:
-        """Writes this rank's part of a checkpoint into an empty folder. A collective of all ranks."""
+        """Writes this rank's part of a checkpoint (weights, optimizer, schedule) into an existing, empty folder, the
+        same on all ranks; rank 0 completes the checkpoint. A collective of all ranks.
+
+        Raises:
+            RuntimeError: A rank could not write; names the rank and the reason. The folder is then incomplete.
+        """
         self.rank.save(Path(folder))
 
     def restore(self, folder: str) -> None:
-        """Reads this rank's part of a checkpoint, saved in any layout. A collective of all ranks.
+        """Reads this rank's part of a checkpoint, saved in any layout, into model, optimizer and schedule. Offloaded
+        parts are offloaded again. A collective of all ranks.
 
         Raises:
             UserError: The checkpoint belongs to another model or has another format; raised on every rank.
@@ -301,24 +337,42 @@ class MegatronActor:
 
     def export(self, path: str, source: str) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from the directory
-        `source`. A collective of all ranks; raises errors as `ModelWorker.export`."""
+        `source`; replaces an earlier export. A collective of all ranks.
+
+        Raises:
+            UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
+            OSError: On a rank that could not write.
+            RuntimeError: On all other ranks, after an error on any rank; names the rank.
+        """
         self.rank.export(Path(path), Path(source))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measured(self) -> MemoryReading:
-        """Returns this rank's memory use since the previous call of this method."""
+        """Returns this rank's memory use since the previous call of this method. The first call counts from the actor's
+        start."""
         return self.memory.read()
 
     def start_profile(self) -> None:
-        """Starts recording a profile of this rank."""
+        """Starts recording a profile of this rank. A recording not yet stopped is replaced."""
         from skyrl_mega.megatron.profile import RankProfiler
 
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")
 
     def stop_profile(self, file: str, step: Span) -> dict[str, float]:
-        """Ends the recording of `start_profile`, which must have been called, writes the profile into `file`, and
-        returns the result of `RankProfiler.stop`."""
+        """Ends the recording of `start_profile` and writes the profile into `file`.
+
+        Args:
+            file: The file to write; an existing file is replaced, missing folders are created.
+            step: The recorded step; times in the profile count from its start.
+
+        Returns:
+            On a GPU the numbers of CUDA calls that started kernels (`launches`) and that waited for the GPU
+            (`host_syncs`); {} without CUDA calls.
+
+        Raises:
+            AssertionError: `start_profile` was not called before.
+        """
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
         return profiler.stop(Path(file), step)
@@ -334,6 +388,7 @@ class MegatronActor:
 
         Raises:
             TransportError: A process did not join within `Connection.timeout_s`; names the missing ranks.
+            AssertionError: The role is not synced, as a critic's.
         """
         from skyrl_mega.weights.connection import Connection
 
@@ -342,8 +397,8 @@ class MegatronActor:
         self.exchange = Connection(**info).join(self.device, source=self.index)
 
     def disconnect_weights(self) -> None:
-        """Leaves the weight-sync group, if joined. Does not wait for the other processes, so works after one of them
-        died."""
+        """Leaves the weight-sync group, if joined, else does nothing. Does not wait for the other processes, so works
+        after one of them died."""
         if self.exchange is not None:
             self.exchange.close()
         self.exchange = None

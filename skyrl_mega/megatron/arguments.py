@@ -48,7 +48,8 @@ _WORDS = {
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Checks names and types of `policy.options` and related settings against the installed megatron-core.
+    """Checks names and types of `policy.options` and related settings against the installed megatron-core. Stops at the
+    first wrong option.
 
     Nothing is checked if megatron-core is not installed, as in a dry run on another machine. `critic` is None for a run
     without a critic.
@@ -79,7 +80,11 @@ def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
 @cache
 def fields(key: str) -> dict[str, ast.expr]:
     """Returns field name → annotation, as a syntax tree, of megatron-core's class for a setting in `CLASSES`; {} if
-    megatron-core is not installed."""
+    megatron-core is not installed. Private fields are left out. The result is cached and shared; do not change it.
+
+    Raises:
+        KeyError: `key` is not in `CLASSES`, and megatron-core is installed.
+    """
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         core = Path(folder) / "core"

@@ -116,8 +116,9 @@ class Linear:
         tp_group: Any,
         **_: Any,
     ) -> Tensor:
-        """Returns the product [..., out] of `input` [..., in] and the rounded weight, with megatron-core's
-        communication."""
+        """Returns the product [..., out] of `input` [..., in], rounded to FP8, and the rounded weight, plus the bias if
+        given; in the dtype of the product, differentiable, with megatron-core's communication. `weight` only receives
+        the gradient: its values are not read."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:

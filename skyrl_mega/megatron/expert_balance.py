@@ -71,8 +71,9 @@ class ExpertBalance:
         """[M, 1]: tokens of the mini-batch."""
 
     def value(self) -> float:
-        """Returns the mean of E · Σ f_i P_i over all MoE layers of the model, without the coefficient. A collective of
-        all ranks. Call once, after `counting_choices` and training on the mini-batch."""
+        """Returns the mean of E · Σ f_i P_i over all MoE layers of the model, without the coefficient: 1 if all experts
+        are chosen equally often. All ranks get the same number. A collective of all ranks. Call once, after
+        `counting_choices` and training on the mini-batch."""
         dist.all_reduce(self.scores, group=_same_layers_group())
         sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
         dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())

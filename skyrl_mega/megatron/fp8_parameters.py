@@ -88,8 +88,8 @@ def sync_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantised_values(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name → values in the dtype of the model: a copy in host memory of a parameter in FP8, any other parameter
-    itself."""
+    """Returns name → values in the dtype of the model: a copy in host memory of a parameter in FP8, any other
+    parameter's own tensor, without a copy."""
     return {name: dequantised(p).cpu() if is_float8tensor(p) else p.data for name, p in params.items()}
 
 
@@ -237,7 +237,8 @@ class MasterWeights:
         return {name: self._readable(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
-        """Copies the result of `copies` back into the master weights of the same names."""
+        """Copies the result of `copies` back into the master weights of the same names. Does not round them into the
+        parameters. Raises KeyError for a name without a master weight on this rank."""
         for name, values in copies.items():
             self._runs[name][1].data.copy_(values)
 

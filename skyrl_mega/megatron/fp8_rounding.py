@@ -42,8 +42,8 @@ def power(amax: Tensor, kind: torch.dtype) -> Tensor:
 
 def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
     """Returns a tensor of any shape rounded to values of E4M3 or E5M2 (`kind`) with one power of two as scale, in the
-    dtype of `x`; an empty `x` is returned itself. With infinity or NaN in `x` the scale is 1, and infinity becomes the
-    largest number of the format."""
+    dtype of `x` and a new tensor; an empty `x` is returned itself. With infinity or NaN in `x` the scale is 1, and
+    infinity becomes the largest number of the format."""
     if not x.numel():
         return x
     scale, largest = power(x.detach().abs().amax().float(), kind), torch.finfo(kind).max

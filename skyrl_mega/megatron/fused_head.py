@@ -28,8 +28,18 @@ def fused_logprobs(
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns the targets' log-probs and the entropies in nats, with `squares` also Σ p², each [T]; logits are never in
-    memory. Arguments and results are those of `vocab_parallel.vocab_parallel_logprobs`. A collective of `group`."""
+    """Returns the targets' log-probs and the entropies in nats, with `squares` also Σ p², each [T] float32; logits are
+    never in memory. A collective of `group`.
+
+    Args:
+        hidden_TH: Hidden states, the same on all ranks of `group`.
+        weight_vH: This rank's rows of the output head.
+        targets_T: int64 token ids, below `vocab`.
+        vocab: Size of the vocabulary without padding; padded columns get probability 0.
+        temperature: Divides the logits.
+        group: The tensor-parallel group.
+        squares: True to add Σ p² as third result, without a gradient; log-probs and entropies are differentiable.
+    """
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)

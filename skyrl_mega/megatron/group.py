@@ -90,6 +90,7 @@ class TrainGroup:
 
         Raises:
             ActorFailed: A rank failed, for example because trajectories are lost; the group is ended.
+            ValueError: `silent` has another length than `minis`.
         """
         tokens = micro_tokens(self.config) * self.parallel.context
         of_minis: Sequence[Tensor | None] = silent or [None] * len(minis)
@@ -113,7 +114,8 @@ class TrainGroup:
             per_sample: True if `values` hold a value per sequence, [S], which the ranks repeat for all tokens.
 
         Raises:
-            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
+            ActorFailed: A rank failed, for example because the number of values is wrong, or did not answer within
+                `timeout_s`; the group is ended.
         """
 
         def cut(mini: int, rows: Tensor) -> Any:
@@ -130,8 +132,9 @@ class TrainGroup:
         entropy: str | None = None,
         squares: str | None = None,
     ) -> None:
-        """Makes the ranks compute log-probs of the stored mini-batches and add a column with the result, [T] float32.
-        Tokens without a weight in the loss get 0, in all columns. The parameters must be on the device.
+        """Makes the ranks compute log-probs of the stored mini-batches and add a column with the result, [T] float32 in
+        nats, in place of a column of the same name; returns nothing (`column` does). Tokens without a weight in the
+        loss get 0, in all columns. The parameters must be on the device.
 
         Args:
             name: Name of the column.
@@ -147,10 +150,14 @@ class TrainGroup:
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
     def logprobs(self, *, temperature: float) -> list[Tensor]:
-        """Computes the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
+        """Computes the log-prob of every stored token given the previous tokens: float32 [T] in nats for each
+        mini-batch, in the order of `hold`.
 
         Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column. The parameters must be on
         the device.
+
+        Args:
+            temperature: Divides the logits.
 
         Raises:
             ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
@@ -241,6 +248,7 @@ class TrainGroup:
 
     def offload(self, parts: Sequence[str]) -> list[PendingCall]:
         """Starts moving parts of the state off the devices of all ranks, and returns a pending call per rank, by rank.
+        Gradients are dropped, not copied.
 
         `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
         copied to host memory; parts already off the device stay.
@@ -255,7 +263,7 @@ class TrainGroup:
         rank.
 
         `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
-        copied to the device; parts on the device stay.
+        copied to the device; parts on the device stay, gradients return as zeros.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
@@ -263,7 +271,8 @@ class TrainGroup:
         return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint (weights, optimizer, schedule) into an empty directory; each rank writes one file.
+        """Writes a checkpoint (weights, optimizer, schedule) into an existing, empty directory, seen by all ranks; each
+        rank writes one file. Returns after the checkpoint is complete.
 
         Raises:
             ActorFailed: A rank failed, for example because it could not write; the group is ended.
@@ -271,7 +280,8 @@ class TrainGroup:
         self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
-        """Reads a checkpoint (weights, optimizer, schedule) saved in any layout into all ranks.
+        """Reads a checkpoint (weights, optimizer, schedule) saved in any layout into all ranks. Offloaded parts are
+        offloaded again.
 
         Raises:
             UserError: The checkpoint belongs to another model, or is damaged (`Damaged`); the group is ended.

@@ -77,7 +77,7 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
 
 def counted_positions(micro: MicroBatch) -> Tensor:
     """Returns the positions in this context rank's part of the packed row, int64, of targets that count: with a
-    sequence's token as target, not masked out, and not of weight 0."""
+    sequence's token as target, not masked out, and not of weight 0. In ascending order."""
     is_counted = micro.source >= 0
     for name in ("mask", "weights"):
         if name in micro.columns:

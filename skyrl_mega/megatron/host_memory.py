@@ -52,7 +52,8 @@ class HostMemory:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Ends the page lock for a GPU. The memory itself is freed with the last tensor on it."""
+        """Ends the page lock for a GPU, else does nothing. Call at most once. The memory itself is freed with the last
+        tensor on it."""
         if not self._cpu:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())))
 

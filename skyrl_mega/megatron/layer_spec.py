@@ -50,13 +50,17 @@ else:
 def decoder_spec(
     config: TransformerConfig, modules: Sequence[LayerModules], spec: Spec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns megatron-core's specification of the layers on this rank's pipeline stage (and virtual stage).
+    """Returns megatron-core's specification of the layers on this rank's pipeline stage (and virtual stage), with a
+    copy for each layer.
 
     Args:
         config: Megatron's configuration.
         modules: The modules of each of these layers (`models.megatron.layer_modules`).
         spec: Kind of the layers: "te" for Transformer Engine's, "local" for megatron-core's own.
         vp_stage: Index of the virtual stage; None without virtual stages.
+
+    Raises:
+        ValueError: `modules` has another length than the stage has layers.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage
@@ -106,6 +110,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x [..., hidden_size], divided by the root of the mean square over the last dimension plus `eps`, and
+        multiplied by the weight."""
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 

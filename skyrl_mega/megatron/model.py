@@ -40,7 +40,7 @@ class HiddenGPT(GPTModel):
         return hidden_states
 
     def head(self) -> Tensor:
-        """Returns this rank's rows of the output projection, [V/tp, H] (last stage only)."""
+        """Returns this rank's rows of the output projection, [V/tp, H], not copied (last stage only)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -56,7 +56,7 @@ class ValueGPT(HiddenGPT):
             self.value_head = ValueHead(self.config.hidden_size)
 
     def head(self) -> Tensor:
-        """Returns the value head's weight, float32 [1, H] (last stage only)."""
+        """Returns the value head's weight, float32 [1, H], not copied (last stage only)."""
         return self.value_head.weight
 
 
@@ -272,7 +272,8 @@ DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
-    """Marks every expert weight as held by no other rank of the tensor group, for the gradient norm.
+    """Marks every expert weight as held by no other rank of the tensor group, for the gradient norm. Changes the chunk
+    in place; does nothing without experts.
 
     megatron-core 0.16 counts the gradient of an unmarked parameter only on the first rank of the *dense* tensor group.
     Transformer Engine's grouped linear layer sets no mark if megatron-core does the expert communication. So with
@@ -286,7 +287,8 @@ def mark_experts(chunk: torch.nn.Module) -> None:
 
 
 def mark_down_projections(chunk: torch.nn.Module) -> None:
-    """Marks the down-projections of latent attention as held whole by every tensor rank, for the gradient norm.
+    """Marks the down-projections of latent attention as held whole by every tensor rank, for the gradient norm. Changes
+    the chunk in place; does nothing without latent attention.
 
     Transformer Engine marks every linear weight as cut over the tensor group, also a weight that all ranks hold whole.
     The norm would count the gradient of such a weight once per tensor rank, and clipping would start too early.
@@ -298,7 +300,8 @@ def mark_down_projections(chunk: torch.nn.Module) -> None:
 
 def freeze_correction_biases(chunk: torch.nn.Module) -> None:
     """Replaces the buffer of every router's correction bias by a frozen parameter, so that it is loaded, synchronised
-    and saved like any other; `moe_router_bias_update_rate` 0 keeps megatron-core from changing it."""
+    and saved like any other; `moe_router_bias_update_rate` 0 keeps megatron-core from changing it. Changes the chunk in
+    place, before `wrap_ddp`."""
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             bias = module._buffers.pop("expert_bias")
@@ -312,7 +315,8 @@ def _keep_expert_bias(*_: Any, **__: Any) -> None:
 
 
 def keep_correction_biases_in_float32(module: torch.nn.Module) -> None:
-    """Undoes the conversion of correction biases by `Float16Module`, before weights are loaded."""
+    """Converts the routers' correction biases to float32 in place, which undoes the conversion by `Float16Module`. Lost
+    digits do not return, so call this before weights are loaded."""
     for router in module.modules():
         if isinstance(router, TopKRouter) and router.expert_bias is not None:
             router.expert_bias.data = router.expert_bias.data.float()
@@ -392,7 +396,7 @@ def head_weight(chunk: Any) -> Tensor:
 
 
 def unwrap_gpt(module: Any) -> HiddenGPT:
-    """Returns the GPT model inside DDP and Float16Module."""
+    """Returns the GPT model inside DDP and Float16Module; a GPT model itself is returned unchanged."""
     while not isinstance(module, HiddenGPT):
         module = module.module
     return module

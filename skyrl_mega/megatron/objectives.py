@@ -73,9 +73,12 @@ def inputs_of(
         logprobs: [L] in nats, with a gradient.
         entropy: [L] in nats, with a gradient.
         micro: Columns: weights; advantages except in a supervised step; if present, old_logprobs, rollout_logprobs,
-            drawn, reference_logprobs, high_covariance, high_entropy and kl_weights. Without old_logprobs the
-            weights are those at the start of the RL step, and the log-probs themselves serve as old ones.
+            drawn, reference_logprobs, high_covariance, high_entropy and kl_weights. Without old_logprobs the weights
+            are those at the start of the RL step, and the log-probs themselves serve as old ones.
         group: Context ranks sharing the sequences; None if a rank holds whole sequences.
+
+    Raises:
+        KeyError: The column weights is missing.
     """
     columns = micro.columns
     missing = torch.full_like(logprobs, torch.nan, requires_grad=False)  # NaN: makes a loss fail that reads it
@@ -107,6 +110,9 @@ def value_inputs(values: Tensor, micro: MicroBatch) -> ValueInputs:
     Args:
         values: [L], with a gradient.
         micro: Columns: weights, old_values, returns.
+
+    Raises:
+        KeyError: A column is missing.
     """
     columns = micro.columns
     return ValueInputs(

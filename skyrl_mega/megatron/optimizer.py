@@ -100,10 +100,11 @@ def _check_gradient_norm(optimizer: MegatronOptimizer) -> None:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Returns the schedule of the learning rate: linear warm-up, then constant, linear or cosine.
+    """Returns the schedule of the learning rate: linear warm-up from 0 to `lr` in `warmup_steps`, then constant, or
+    linear or cosine down to `min_lr` until step `decay_steps`.
 
-    The caller steps the schedule. Stepped before the optimizer, the first step uses lr / warmup_steps;
-    stepped after (`warmup_from_zero`), 0.
+    The caller steps the schedule. Stepped before the optimizer, the first step uses lr / warmup_steps; stepped after
+    (`warmup_from_zero`), 0.
     """
     return OptimizerParamScheduler(
         optimizer,

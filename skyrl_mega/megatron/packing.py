@@ -61,7 +61,7 @@ class PackedRow(PackedSeqParams):
 
     def whole(self) -> PackedRow:
         """Returns the description of the whole row, as for a single context rank, of a context rank's part; without
-        routes."""
+        routes. Returns the same object if the row is not cut among context ranks."""
         if self.global_L is None or self.cu_seqlens_q is None:
             return self
         lengths = (self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]).long()
@@ -117,7 +117,7 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
     Args:
         batch: The micro-batch's sequences.
         context: Number of context ranks.
-        context_rank: Index of the context rank.
+        context_rank: Index of the context rank, from 0.
         tensor: Tensor-parallel size.
         rows: Each tensor rank's part of the row is padded to a multiple of this number of tokens.
     """

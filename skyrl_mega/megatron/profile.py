@@ -40,7 +40,7 @@ class RankProfiler:
         self._start = time.time()
 
     def stop(self, file: Path, step: Span) -> dict[str, float]:
-        """Ends the recording, and writes the events into a part of a trace.
+        """Ends the recording, and writes the events into a part of a trace. Call once.
 
         Args:
             file: The file to write (`trace.write_part`); an existing file is replaced, missing folders are created.
@@ -49,6 +49,9 @@ class RankProfiler:
         Returns:
             On a GPU `launches` and `host_syncs`: the numbers of CUDA calls that started kernels and that waited for the
                 GPU. {} without CUDA calls.
+
+        Raises:
+            ValueError: torch wrote another format than torch 2.13's.
         """
         if self.cuda:
             with record_function(END):
@@ -111,7 +114,7 @@ class RankEvents:
     @property
     def calls(self) -> dict[str, float]:
         """`launches`, all CUDA calls that started kernels, and `host_syncs`, the waits for the GPU before the profiler
-        stopped. Valid once all events have been iterated."""
+        stopped. Valid once all events have been iterated. All zeros without CUDA calls."""
         return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
 
     def _call(self, name: str, at: float) -> None:

@@ -120,7 +120,8 @@ class OffloadablePart:
             self._host.release_pages()
 
     def close(self) -> None:
-        """Frees the host memory and forgets the storages, with offloaded contents."""
+        """Frees the host memory and forgets the storages, with offloaded contents. Without host memory only the
+        storages are forgotten."""
         self.forget()
         if self._host is not None:
             self._host.close()
@@ -212,7 +213,7 @@ class Resident:
         return frozenset(name for name, part in self._parts.items() if part.offloaded)
 
     def require(self, *parts: str) -> None:
-        """Raises `NotOnDevice` if any of these parts is offloaded."""
+        """Raises `NotOnDevice` if any of these parts is offloaded, and KeyError for a part not in `tensors`."""
         for name in parts:
             if self._parts[name].offloaded:
                 raise NotOnDevice(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
@@ -225,7 +226,8 @@ class Resident:
         return copied
 
     def onload(self, parts: Iterable[str]) -> int:
-        """Moves parts back to the device and returns the bytes copied; no-op for parts on the device."""
+        """Moves parts back to the device and returns the bytes copied; no-op for parts on the device. Dropped parts
+        return as zeros and count 0. Raises KeyError for a part not in `tensors`, such as "critic"."""
         return sum(self._parts[name].onload() for name in parts)
 
     @contextmanager
@@ -258,7 +260,8 @@ class Resident:
             self.streamed.release_pages()
 
     def forget(self, part: str) -> None:
-        """Forgets a part's storages with offloaded contents, before the part's tensors are replaced by new tensors."""
+        """Forgets a part's storages with offloaded contents, before the part's tensors are replaced by new tensors. The
+        part then counts as on the device."""
         self._parts[part].forget()
 
     def _exclusive_tensors(self, part: str) -> Iterator[Tensor]:
@@ -294,5 +297,5 @@ def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 def expand_critic(parts: Iterable[str]) -> list[str]:
     """Returns the list of parts with "critic" replaced by parameters, gradients and optimizer, the names of a model's
-    parts."""
+    parts. Other names stay, also unknown ones; nothing is deduplicated."""
     return [part for name in parts for part in (POLICY if name == "critic" else (name,))]

@@ -43,8 +43,8 @@ def fusions(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, bool]:
 
 
 def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
-    """Returns the arguments of megatron-core's TransformerConfig for `policy.recompute`; {} without recomputation.
-    `experts` is True for a model with experts."""
+    """Returns the arguments of megatron-core's TransformerConfig for `policy.recompute`; {} for `none`. `experts` is
+    True for a model with experts."""
     match policy.recompute:
         case "full":
             return dict(_WHOLE)

@@ -67,7 +67,7 @@ class StreamedPart:
     def step(self, closure: Any = None) -> None:
         """Takes one step of every weight, piece by piece, and copies the masters into the model's weights. If the step
         fails, all pieces return to host memory and Adam's step counts are restored; pieces already stepped keep their
-        new values."""
+        new values. `closure`, if given, is called once per piece."""
         groups = self.part.optimizer.param_groups
         saved_groups = [(group["params"], group.get("step")) for group in groups]
         try:

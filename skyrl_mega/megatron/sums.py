@@ -29,5 +29,6 @@ def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def scalars(metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the metrics without entries of vectors (names with a dot), which are too many for a message."""
+    """Returns a new dict of the metrics without entries of vectors (names with a dot), which are too many for a
+    message."""
     return {name: value for name, value in metrics.items() if "." not in name}

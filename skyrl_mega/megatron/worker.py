@@ -158,11 +158,11 @@ class ModelWorker:
         """Fills this rank's weights, and the optimizer's master weights, from a Hugging Face directory. A collective of
         all ranks.
 
-        A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does.
-        Moments and schedule stay unchanged; offloaded parts are onloaded for this, and offloaded again.
+        A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does. Moments
+        and schedule stay unchanged; offloaded parts are onloaded for this, and offloaded again.
 
         Raises:
-            UserError: A tensor is missing or has another shape.
+            UserError: A tensor is missing or has another shape, or a file is truncated.
         """
         with torch.no_grad(), self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
@@ -211,6 +211,9 @@ class ModelWorker:
 
         Returns:
             The bytes copied to host memory.
+
+        Raises:
+            KeyError: A part has another name.
         """
         parts = expand_critic(parts)
         leaving = {*parts} - self.resident.offloaded
@@ -228,6 +231,9 @@ class ModelWorker:
 
         Returns:
             The bytes copied to the device.
+
+        Raises:
+            KeyError: A part has another name.
         """
         return self.resident.onload(expand_critic(parts))
 
@@ -267,7 +273,7 @@ class ModelWorker:
         rank's routers are added to the micro-batches for later passes; a reference routes by itself.
 
         Args:
-            micros: This rank's micro-batches.
+            micros: This rank's micro-batches, at least one.
             temperature: Divides the logits.
             reference: True to compute with the weights of `keep_reference`, which must have been called.
             squares: True to compute Σ_v p(v)² too.
@@ -293,6 +299,9 @@ class ModelWorker:
         """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 for the tokens
         with 0 in `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None. A collective
         of all ranks.
+
+        Args:
+            micros: This rank's micro-batches, at least one.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
@@ -341,7 +350,7 @@ class ModelWorker:
         nor schedule move, and `grad_norm` is 0.
 
         Args:
-            micros: This rank's micro-batches.
+            micros: This rank's micro-batches, at least one.
             objective: The loss of a micro-batch.
             temperature: Divides the logits; unused by a critic.
             forward_only: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks. They take
@@ -527,7 +536,8 @@ class ModelWorker:
 
     def save(self, folder: Path) -> None:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
-        memory. Only for a trainable model. A collective of all ranks.
+        memory. Only for a trainable model. Returns after rank 0 has completed the checkpoint. A collective of all
+        ranks.
 
         Args:
             folder: An empty directory, the same on all ranks.
