@@ -49,7 +49,11 @@ class EntropyCoefficient:
         return {"coefficient": self.coefficient, "entropy": self.entropy}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state`. Without a target does nothing: the coefficient stays as configured, which
-        may be new."""
+        """Restores the result of `state`. Without a target does nothing: the coefficient stays as configured, which may
+        be new.
+
+        Raises:
+            KeyError: With a target, `state` lacks an entry.
+        """
         if self.config.target is not None:
             self.coefficient, self.entropy = state["coefficient"], state["entropy"]

@@ -51,7 +51,10 @@ def with_copies(groups: int, wanted: int, seed: Sequence[int]) -> list[int]:
     Args:
         groups: Number of informative groups, at least 1.
         wanted: Number of groups in the step, at least `groups`.
-        seed: Seed of the draw.
+        seed: Seed of the draw; equal seeds draw equally.
+
+    Raises:
+        ValueError: `wanted` is below `groups`, or groups must be drawn from none.
     """
     drawn = np.random.default_rng([*seed, 29]).integers(groups, size=wanted - groups)
     return sorted([*range(groups), *drawn.tolist()])

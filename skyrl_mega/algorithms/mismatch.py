@@ -69,7 +69,8 @@ def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
     percentile and maximum of the distance, KL, and the share of far tokens.
 
     Every element of `updates` must have all keys of `mismatch_sums`, with entry i of `mismatch_within` as
-    `mismatch_within.<i>`; other keys are ignored. All metrics are 0 without tokens.
+    `mismatch_within.<i>`; other keys are ignored. All metrics are 0 without tokens, and without `updates`. Raises
+    KeyError if a key is missing.
     """
     updates = list(updates)
     tokens = sum(sums[COUNT] for sums in updates)

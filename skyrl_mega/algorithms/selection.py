@@ -31,8 +31,8 @@ def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
-    """Returns (A - mean of A) (log π - mean of log π) over the tokens of the mini-batch: float64 [P] (2505.22617, eq.
-    10)."""
+    """Returns (A - mean of A) (log π - mean of log π) over the tokens of the mini-batch: float64 [P], empty without
+    tokens (2505.22617, eq. 10)."""
     advantages_P, logprobs_P = advantages_P.double(), logprobs_P.double()
     return (advantages_P - advantages_P.mean()) * (logprobs_P - logprobs_P.mean())
 
@@ -55,7 +55,7 @@ def clipped_by_covariance(
 
 def punished_by_covariance(covariance_P: Tensor, *, share: float) -> Tensor:
     """Returns True for the tokens of KL-Cov (arXiv:2505.22617, equation 12): bool [P], the `share` of tokens with the
-    highest covariance, rounded down but at least 1; ties go to the first."""
+    highest covariance, rounded down but at least 1; ties go to the first. Without tokens the result is empty."""
     return _highest(covariance_P, max(int(share * len(covariance_P)), 1))
 
 

@@ -17,7 +17,7 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
         lengths_N: Response tokens, integers [N].
         limit: L_max, the longest allowed response.
         buffer: L_cache, the number of tokens before the limit over which the punishment grows; 0 turns it off.
-        penalty: The punishment at the limit.
+        penalty: The punishment at and above the limit, at least 0.
 
     Returns:
         float32 [N] in [-penalty, 0].

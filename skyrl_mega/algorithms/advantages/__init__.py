@@ -91,7 +91,7 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     """Returns the result of `estimate`, whitened as set in `algorithm.whiten` (`none`: `estimated` itself): float64,
-    same shape.
+    same shape. `estimated` is not changed.
 
     Raises:
         UserError: The estimator cannot be found or imported.
@@ -128,7 +128,8 @@ def is_per_token(algorithm: AlgorithmConfig) -> bool:
 def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Returns the columns of the batch (keys of `NEEDS`) that the estimator or KL in the reward reads.
 
-    Empty if neither reads any. The training loop computes these columns before the advantages.
+    Empty if neither reads any. Checks nothing, as `check` does. The training loop computes these columns before the
+    advantages.
 
     Raises:
         UserError: The estimator cannot be found or imported.

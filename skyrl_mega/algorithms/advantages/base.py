@@ -147,8 +147,8 @@ class AdvantageInputs:
         return varied(self.rewards_N, self.groups_N)
 
     def sums(self, values_N: Tensor) -> Tensor:
-        """Returns for each trajectory the sum of the values over its group: [N]. `values_N` has a value per
-        trajectory."""
+        """Returns for each trajectory the sum of the values over its group: [N], in the dtype of `values_N`, which has
+        a value per trajectory."""
         return sums_of(values_N, self.group)
 
     @cached_property
@@ -175,7 +175,7 @@ class PerToken:
     """Entries of `NEEDS` that the estimator reads."""
 
     def __call__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-        """Returns advantages [T]."""
+        """Returns the result of `estimate` unchecked: advantages [T]."""
         return self.estimate(inputs, algorithm)
 
 
@@ -223,8 +223,8 @@ def discounted(values_T: Tensor, sequence_T: Tensor, gamma: float) -> Tensor:
 
 
 def check_finite(rewards_N: Tensor) -> None:
-    """Raises an error for NaN and infinite rewards: a group with such a reward would look like a group without a
-    signal.
+    """Raises an error for NaN and infinite rewards, with index and value of the first, and returns nothing: a group
+    with such a reward would look like a group without a signal.
 
     Raises:
         ValueError: A reward is NaN or infinite.
@@ -247,7 +247,8 @@ def beyond_rounding(difference: Tensor, scale: Tensor) -> Tensor:
 
 
 def varied(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Returns bool [N]: True if the rewards of the trajectory's group differ by more than rounding."""
+    """Returns bool [N]: True if the rewards of the trajectory's group differ by more than rounding; False in a group of
+    one."""
     rewards_N = rewards_N.double()
     groups, index = torch.unique(groups_N, return_inverse=True)
     highest = rewards_N.new_zeros(len(groups)).scatter_reduce(0, index, rewards_N, "amax", include_self=False)

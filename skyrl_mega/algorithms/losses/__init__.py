@@ -81,7 +81,8 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
 def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     """Returns the settings with an absolute path if `algorithm.loss` is `file.py:function`, else the same settings.
 
-    Processes that start in another folder need the absolute path.
+    A relative path starts at the current folder; processes that start in another folder need the absolute path. The
+    file need not exist.
     """
     source, _, name = algorithm.loss.rpartition(":")
     return replace(algorithm, loss=f"{Path(source).absolute()}:{name}") if source.endswith(".py") else algorithm

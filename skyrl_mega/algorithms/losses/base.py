@@ -30,8 +30,8 @@ def log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def ratio_metrics(inputs: LossInputs, ratio_L: Tensor, clipped_L: Tensor) -> Metrics:
-    """Returns the metrics ratio, clip_fraction and kl_old: the k3 estimate of KL(π_old ‖ π), as π_old sampled the
-    tokens.
+    """Returns the metrics ratio, clip_fraction and kl_old, scalars without gradient: the k3 estimate of KL(π_old ‖ π),
+    as π_old sampled the tokens.
 
     Args:
         inputs: The tokens.

@@ -67,6 +67,9 @@ def importance_mean(inputs: LossInputs, algorithm: AlgorithmConfig) -> float:
     Args:
         inputs: All tokens of the mini-batch, with `rollout_L`, and `figures` as by default.
         algorithm: The settings of ρ, the importance weight; `importance_cap` is set.
+
+    Raises:
+        AssertionError: The engine's log-probs, `rollout_L`, are missing.
     """
     assert inputs.rollout_L is not None
     gap_L = inputs.clean(inputs.old_L.detach()) - inputs.clean(inputs.rollout_L.detach())

@@ -89,13 +89,21 @@ class LossInputs:
         if no token counts. Needs `sequence_L`.
 
         Under context parallelism all ranks of the group must call this and use the result in the same way.
+
+        Raises:
+            AssertionError: `sequence_L` is missing.
         """
         sums_L, counts_L = self._of_sequences(values_L)
         return sums_L / counts_L.clamp(min=1)
 
     def sequence_sum(self, values_L: Tensor) -> Tensor:
-        """Returns for each token the sum of the values over all counting tokens of its sequence; see
-        `sequence_mean`."""
+        """Returns for each token the sum of the values over all counting tokens of its sequence: [L], differentiable; 0
+        if no token of the sequence counts. Under context parallelism all ranks of the group must call this and use the
+        result in the same way.
+
+        Raises:
+            AssertionError: `sequence_L` is missing.
+        """
         return self._of_sequences(values_L)[0]
 
     def _of_sequences(self, values_L: Tensor) -> Tensor:
