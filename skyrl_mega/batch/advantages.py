@@ -31,7 +31,7 @@ class Advantages(NamedTuple):
 
 def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
     """Estimates the advantages of an RL step: a value per token if the batch has tokens, else per sample. Failed
-    trajectories get 0.
+    trajectories get 0. `batch` stays unchanged.
 
     An estimator gives an advantage per trajectory, shared by all tokens and samples, or an advantage per policy token.
     In the second case the other tokens get 0; the loss gives these no weight anyway.
@@ -121,8 +121,8 @@ def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfi
     """Returns True if a mini-batch may have a gradient other than 0. If False, an optimizer step would move the weights
     only by Adam's moments and weight decay.
 
-    A load-balancing loss of a router, an entropy bonus, a KL term and some losses give a gradient even to tokens with
-    advantage 0: True with any token in the loss.
+    Without samples the result is False. A load-balancing loss of a router, an entropy bonus, a KL term and some losses
+    give a gradient even to tokens with advantage 0: True with any token in the loss.
 
     Args:
         counts_S: Number of tokens in the loss of each sample of the mini-batch, over all ranks.

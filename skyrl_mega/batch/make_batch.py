@@ -111,11 +111,15 @@ class Batch:
 
     def mini_batch_tokens(self, minis: list[Samples], advantages: list[Tensor]) -> list[Sequences]:
         """Returns the sequences of each mini-batch as views of `tokens`, with the columns of `tokens` and of the
-        mini-batch, and the column `advantages`; `tokens` itself gets no column. Call `read_tokens` first.
+        mini-batch, and the column `advantages`; `tokens` itself gets no column. Call `read_tokens` first. The
+        mini-batches together must hold all samples, in the order of the batch.
 
         Args:
             minis: All mini-batches of the step, in order.
             advantages: For each mini-batch a value per token, [T].
+
+        Raises:
+            ValueError: `minis` and `advantages` differ in length.
         """
         first, views = 0, []
         for mini, advantages_T in zip(minis, advantages, strict=True):
@@ -140,8 +144,9 @@ def needs_tokens(config: Config) -> bool:
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
-    """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Reads no token
-    (`Batch.read_tokens` does). Failed trajectories stay in the batch, with 0 trained tokens.
+    """Returns the batch of an RL step: all trajectories cut into samples, with rewards and counts. Without groups the
+    batch is empty. Reads no token (`Batch.read_tokens` does). Failed trajectories stay in the batch, with 0 trained
+    tokens.
 
     Args:
         groups: The groups of the step; greedy answers only give the baseline, not samples.
@@ -251,6 +256,7 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
 
 
 def run_sums(values_S: Tensor, counts_N: Tensor) -> Tensor:
-    """Returns [N]: the sums of the first `counts_N[0]` values, of the next `counts_N[1]` values, and so on."""
+    """Returns [N]: the sums of the first `counts_N[0]` values, of the next `counts_N[1]` values, and so on; 0 for a
+    count of 0. The counts, int64, add up to the number of values, and the sums have the values' dtype."""
     of_S = torch.arange(len(counts_N)).repeat_interleave(counts_N)
     return values_S.new_zeros(len(counts_N)).index_add(0, of_S, values_S)

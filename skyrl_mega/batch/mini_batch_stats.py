@@ -36,7 +36,8 @@ def token_selections(
 
 
 def mean_importance_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
-    """Returns the mean of a mini-batch's importance weights, the divisor of each; 1 without `importance_normalize`.
+    """Returns the mean of a mini-batch's importance weights, the divisor of each; 1 without `importance_normalize`, and
+    if all weights are 0.
 
     Args:
         mini: A mini-batch with the columns `weights`, `old_logprobs` and `rollout_logprobs`.

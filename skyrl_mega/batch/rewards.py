@@ -71,7 +71,8 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
 
 
 def rewards_by_name(played: Sequence[Trajectory], weights: Mapping[str, float]) -> dict[str, list[float]]:
-    """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards.
+    """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards. Each
+    list has a value per trajectory, in order; the names are sorted, before weights are applied.
 
     Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `UNNAMED`, if any
     trajectory has such reward.

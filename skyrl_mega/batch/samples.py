@@ -67,7 +67,8 @@ class Samples:
         return float((self.counts * self.columns["weights"].double()).sum())
 
     def take(self, rows: Tensor) -> Samples:
-        """Returns the samples at the indices `rows`, int64, in this order, with their counts and columns."""
+        """Returns the samples at the indices `rows`, int64, in this order, with their counts and columns, as a new
+        object; `rows` may repeat an index."""
         columns = {name: values[rows] for name, values in self.columns.items()}
         return Samples([self.parts[row] for row in rows.tolist()], self.counts[rows], columns, self.drawn, self.bare)
 
@@ -78,7 +79,8 @@ class Samples:
 
 
 def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
-    """Returns the training samples of a trajectory, at least one.
+    """Returns the training samples of a trajectory, at least one (the whole trajectory if the policy wrote nothing), in
+    order.
 
     Args:
         t: A finished trajectory.
@@ -133,7 +135,8 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
 
 
 def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor) -> None:
-    """Adds columns to `sequences`, in place: each sequence's value is repeated for all tokens of the sequence.
+    """Adds columns to `sequences`, in place: each sequence's value is repeated for all tokens of the sequence. A column
+    of the same name is replaced.
 
     Args:
         sequences: Receives the columns.

@@ -40,7 +40,8 @@ def _differ(rewards: Sequence[float], tolerance: float) -> bool:
 
 def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
     """Returns the lists of rewards that the estimator of advantages compares among the trajectories of a prompt, for
-    `rewards_differ`. `judged` are the prompt's trajectories without failure of the environment.
+    `rewards_differ`. `judged` are the prompt's trajectories without failure of the environment; without any, no list
+    has an entry.
 
     By `advantage_traits.compares`, named: a list per named reward with a nonzero weight. turns: the answers' rewards by
     turn; a missing answer counts as the mean of all, with advantage 0. returns: the reward from a turn on, for
