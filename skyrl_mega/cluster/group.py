@@ -373,6 +373,12 @@ class Outcomes:
     silent: list[PendingCall]
     """Calls without an answer at the deadline."""
 
+    @property
+    def causes(self) -> dict[int, str]:
+        """Rank → cause of every call that failed or has no answer, for calls to a single group."""
+        silent = {call.rank: f"no answer within {self.timeout:g} s" for call in self.silent}
+        return {call.rank: describe(error) for call, error in self.failures} | silent
+
     def raise_first(self) -> NoReturn:
         """Raises the root cause: the first actor death, else the first error, else the timeout. To be called only if
         `failures` or `silent` is not empty.

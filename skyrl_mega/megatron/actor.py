@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from skyrl_mega.megatron.profile import RankProfiler
     from skyrl_mega.telemetry.trace import Span
     from skyrl_mega.weights.exchange.exchange import Exchange, ExchangeReport
+    from skyrl_mega.weights.files.publish import Publisher, PublishReport
 
 
 class MegatronActor:
@@ -55,6 +56,7 @@ class MegatronActor:
         self.dtype = getattr(torch, dtype)
         self.role, self.value_clip = role, value_clip
         self.exchange: Exchange | None = None
+        self.publisher: Publisher | None = None
         self.minis: list[list[Sequences]] = []
         self.memory = MemoryMeter(device)
         self.profiler: RankProfiler | None = None
@@ -418,3 +420,26 @@ class MegatronActor:
         """
         assert self.exchange is not None
         return self.exchange.run(source=self.rank.weights(), checksums=checksums)
+
+    @record_function("publish_weights")
+    def publish_weights(self, publication: dict[str, Any], name: str, base: str) -> PublishReport:
+        """Writes this rank's part of the weights to a store of weight files, and returns a report. A collective of all
+        ranks.
+
+        Args:
+            publication: The fields of `weights.files.publish.Publication`.
+            name: Name of the publication.
+            base: Name of the publication that readers have; "" for a full image.
+
+        Raises:
+            StoreError: The store failed, after several attempts.
+            NotOnDevice: The parameters are offloaded.
+        """
+        from skyrl_mega.weights.connection import largest_of_all
+        from skyrl_mega.weights.files.publish import Publication, Publisher
+
+        assert self.role.synced, f"no engine has the weights of a {self.role.name}"
+        shared = Publication(**publication)
+        if self.publisher is None or self.publisher.publication != shared:
+            self.publisher = Publisher(shared, self.index, self.device, largest_of_all)
+        return self.publisher.publish(self.rank.weights(), name, base)

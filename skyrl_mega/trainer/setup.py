@@ -25,6 +25,8 @@ from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.registry import with_absolute_paths
 from skyrl_mega.hf_checkpoint.index import read_config
+from skyrl_mega.hf_checkpoint.versions import VersionDirectories
+from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import running_service
@@ -57,6 +59,8 @@ from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.trainer.start_workers import start_workers
 from skyrl_mega.trainer.timelines import Timelines
+from skyrl_mega.weights.files.driver import store_address
+from skyrl_mega.weights.files.store import SCHEME
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -98,7 +102,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             policy=policy,
             reference=reference,
             critic=critic,
-            sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
+            sync=weight_sync(setup, policy, fleet),
             rollouts=rollouts_of(source, stack, shutdown.raise_if_requested, lambda: run.resync_restarted_engines()),
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
@@ -129,6 +133,18 @@ def with_absolute_files(config: Config) -> Config:
         environment=with_absolute_paths(config.environment),
         algorithm=losses.with_absolute_path(config.algorithm),
         rollout=load.with_absolute_path(config.rollout),
+    )
+
+
+def weight_sync(setup: Setup, policy: TrainGroup, fleet: Fleet) -> WeightSync:
+    """Returns the weight sync from the policy to the engines; weights for engines that read Hugging Face directories
+    are written beside the run's weight files."""
+    config, run_folder = setup.config, setup.folder.absolute()
+    address = store_address(config, run_folder)
+    folder = run_folder if SCHEME in address else Path(address)
+    directory = VersionDirectories(folder / "directories", lambda path: policy.export(path, setup.model))
+    return WeightSync(
+        policy.group, fleet, setup.hf, config, plans=run_folder / "plans", say=setup.say, directory=directory
     )
 
 

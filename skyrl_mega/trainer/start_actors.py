@@ -321,6 +321,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",
         extra=length_arguments(config),
+        transport=config.weights.transport,
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,
     )

@@ -119,10 +119,10 @@ class Connection:
             target_layout=ends.engines,
             bucket_bytes=self.bucket_bytes,
             target_base=ranks,
-            agree=_largest_of_all if source is not None and dist.is_initialized() else None,
+            agree=largest_of_all if source is not None and dist.is_initialized() else None,
         )
 
 
-def _largest_of_all(amax: Tensor) -> None:
+def largest_of_all(amax: Tensor) -> None:
     """Replaces `amax` in place by the element-wise maximum over the policy ranks."""
     dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -20,6 +20,8 @@ from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, dif
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.executor import ExchangeReport
+from skyrl_mega.weights.files.driver import FileSync
+from skyrl_mega.weights.members import DIRECTORY, FILES, GROUP
 from skyrl_mega.weights.plan.cost import cost
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs, sync_plan
@@ -64,12 +66,14 @@ class WeightSync:
 
     Args:
         policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> ExchangeReport`,
-            `disconnect_weights()`.
+            `disconnect_weights()`, and for engines of kind `FILES` `publish_weights` (`files.driver`).
         fleet: The engines.
         hf: The model's config.json.
         config: The run's settings, with the device decided.
-        plans: Folder of cached transfer plans.
+        plans: Folder of cached transfer plans, in the run's folder.
         say: Function for user-facing lines.
+        directory: Function from a version to a Hugging Face directory with the policy's present weights, readable on
+            every node, for engines of kind `DIRECTORY`; None without any.
     """
 
     def __init__(
@@ -81,16 +85,22 @@ class WeightSync:
         *,
         plans: Path,
         say: Callable[[str], None] = log.info,
+        directory: Callable[[int], Path] | None = None,
     ) -> None:
         self.policy, self.fleet = policy, fleet
         self.hf, self.config, self.plans, self.say = hf, config, plans, say
+        self.directory = directory
+        self.files: FileSync | None = None
+        """The publisher of weight files; None until an engine needs weight files."""
         self.placement: RunPlacement | None = None
         """Actual placement of policy and engines."""
         self.digest = ""
         """Digest of the present plan."""
         self.store: TCPStore | None = None
         self.members: list[int] = []
-        """Connected engines."""
+        """Connected engines of kind `GROUP`."""
+        self.fetchers: list[int] = []
+        """Engines of the other kinds that have fetched the latest weights."""
         self.group_count = 0
         self.transfers = 0
         self.failures = 0
@@ -126,13 +136,18 @@ class WeightSync:
     def _sync(self, version: int) -> dict[str, float]:
         blameless = 0
         while True:
+            running = self.fleet.ensure_running()
+            fetched = self._fetch(version, running)
+            group = [engine for engine in running if self._kind(engine) == GROUP]
+            members = sorted([*group, *self.fetchers])
+            if not members:
+                continue
             start = time.perf_counter()
-            members = self.fleet.ensure_running()
             try:
-                if members != self.members:
-                    self._connect(members)
+                if group != self.members:
+                    self._connect(group)
                 connected = time.perf_counter()
-                metrics = self._transfer(version)
+                metrics = fetched | self._transfer(version)
             except _Failed as failed:
                 self.failures += 1
                 blamed = self._blame(failed, members) or self._newcomers(members)
@@ -143,13 +158,46 @@ class WeightSync:
                 if blameless == BLAMELESS:
                     failed.outcomes.raise_first()
                 continue
-            serving = [e for e in members if e in self.members]
+            serving = [e for e in members if e in (*self.members, *self.fetchers)]
             self.fleet.serve(serving)
             return metrics | {
                 "time/sync/plan": connected - start,
                 "sync/engines": float(len(serving)),
                 "sync/failures": float(self.failures),
             }
+
+    def _kind(self, engine: int) -> str:
+        """Returns the kind of an engine (`members`)."""
+        facts = self.fleet.facts[engine]
+        return GROUP if facts is None else str(facts.weights)
+
+    def _fetch(self, version: int, members: list[int]) -> dict[str, float]:
+        """Lets the engines of kinds `FILES` and `DIRECTORY` fetch the policy's present weights, while all engines still
+        serve, and returns metrics. An engine that cannot is retired; the others are in `fetchers` afterwards.
+
+        Raises:
+            ActorFailed: A policy rank failed, or the restart budget is used up.
+        """
+        by_kind = {kind: [e for e in members if self._kind(e) == kind] for kind in (FILES, DIRECTORY)}
+        metrics: dict[str, float] = {}
+        failed: dict[int, str] = {}
+        if by_kind[FILES]:
+            if self.files is None:
+                self.files = FileSync(self.policy, self.fleet, self.config, self.plans.parent, self.say)
+            inputs = SyncInputs.of(self.config, self.hf, plan_placement(self.config))
+            failed, metrics = self.files.sync(version, by_kind[FILES], inputs)
+        if by_kind[DIRECTORY]:
+            assert self.directory is not None, "engines that read directories need the function `directory`"
+            start = time.perf_counter()
+            source = {"path": str(self.directory(version)), "timeout_s": self.config.weights.timeout_s}
+            calls = self.fleet.submit(by_kind[DIRECTORY], "fetch_weights", source, version)
+            limit = self.config.weights.timeout_s + MARGIN_S
+            failed |= settle(calls, limit, after_failure=limit).causes
+            metrics["time/sync/directory"] = time.perf_counter() - start
+        self.fetchers = [e for kind in by_kind.values() for e in kind if e not in failed]
+        for engine, cause in failed.items():
+            self.fleet.retire(engine, f"fetch_weights: {cause}")
+        return metrics
 
     def _connect(self, members: list[int]) -> None:
         """Connects the policy and these engines in a new process group, replacing any former group.
@@ -161,6 +209,8 @@ class WeightSync:
 
         config = self.config
         self.members = []
+        if not members:
+            return
         if self.store is None:  # kept for the whole run: no other process may take its port
             self.store = host_store(ray.util.get_node_ip_address(), config.cluster.start_timeout_s)
         self.group_count += 1
@@ -178,7 +228,11 @@ class WeightSync:
             engines=tuple(members),
         )
         plan = self._plan(connection)  # cached on disk for the other processes
-        self.ideal, self.nic = max(plan.bytes_in), cost(plan)
+        nic = cost(plan)
+        self.planned = {
+            "sync/bytes_in_ideal": float(max(plan.bytes_in)),
+            "sync/bytes_nic_max": float(max(nic.nic_in.max(), nic.nic_out.max())),
+        }
         info = asdict(connection)
         calls = self.policy.submit_all("connect_weights", info)
         for number, engine in enumerate(members):
@@ -218,27 +272,25 @@ class WeightSync:
         every, limit = self.config.weights.checksum_every, self.config.weights.timeout_s + MARGIN_S
         checksums = every > 0 and (self.transfers % every == 0)
         self.transfers += 1
-        start = time.perf_counter()
-        self._await_all(self.fleet.submit(self.members, "begin_update"), limit)
+        start, members = time.perf_counter(), [*self.members, *self.fetchers]
+        self._await_all(self.fleet.submit(members, "begin_update"), limit)
         paused = time.perf_counter()
-        sends = self.policy.submit_all("send_weights", checksums)
-        receives = self.fleet.submit(self.members, "update_weights", checksums)
+        sends = self.policy.submit_all("send_weights", checksums) if self.members else []
+        receives = self.fleet.submit(members, "update_weights", checksums)
         sent: list[ExchangeReport] = self._await_all([*sends, *receives], limit)[: len(sends)]
         moved = time.perf_counter()
-        worker_reports = self._await_all(self.fleet.submit(self.members, "end_update", version), limit)
+        worker_reports = self._await_all(self.fleet.submit(members, "end_update", version), limit)
         received = [ExchangeReport(**report) for workers in worker_reports for report in workers]
         reports = [*sent, *received]
         return {
             "time/sync/pause": paused - start + time.perf_counter() - moved,
             "time/sync/transfer": moved - paused,
-            **{f"time/sync/{part}": max(getattr(r, f"{part}_s") for r in reports) for part in PARTS},
-            "sync/bytes_out_max": float(max(r.sent + r.local for r in sent)),
-            "sync/bytes_in_max": float(max(r.received + r.local for r in received)),
-            "sync/bytes_in_ideal": float(self.ideal),
-            "sync/bytes_nic_max": float(max(self.nic.nic_in.max(), self.nic.nic_out.max())),
-            "sync/extra_bytes_max": float(max(r.extra_bytes for r in reports)),
+            **{f"time/sync/{part}": max((getattr(r, f"{part}_s") for r in reports), default=0.0) for part in PARTS},
+            "sync/bytes_out_max": float(max((r.sent + r.local for r in sent), default=0)),
+            "sync/bytes_in_max": float(max((r.received + r.local for r in received), default=0)),
+            "sync/extra_bytes_max": float(max((r.extra_bytes for r in reports), default=0)),
             "sync/checksums": float(checksums),
-        }
+        } | (self.planned if self.members else {})
 
     def check(self) -> list[WeightComparison]:
         """Sends the policy's present weights to the engines of the last `sync`, which must have succeeded; compares
@@ -252,12 +304,13 @@ class WeightSync:
                 the next `sync` does so.
         """
         limit = self.config.weights.timeout_s + MARGIN_S
-        sends = self.policy.submit_all("send_weights", True)
-        compares = self.fleet.submit(self.members, "check_weights")
+        members = [*self.members, *self.fetchers]
+        sends = self.policy.submit_all("send_weights", True) if self.members else []
+        compares = self.fleet.submit(members, "check_weights")
         answers = gather([*sends, *compares], limit)[len(sends) :]
         return [
             WeightComparison(engine, worker, **comparison)
-            for engine, workers in zip(self.members, answers, strict=True)
+            for engine, workers in zip(members, answers, strict=True)
             for worker, comparison in enumerate(workers)
         ]
 
@@ -286,16 +339,17 @@ class WeightSync:
         Raises:
             ActorFailed: A policy rank is the cause.
         """
-        outcomes = failed.outcomes
+        outcomes, policy = failed.outcomes, self.policy.name
         for call, error in outcomes.failures:
-            if call.group == self.policy.name and not isinstance(cause_of(error), TransportError):
+            if call.group == policy and not isinstance(cause_of(error), TransportError):
                 outcomes.raise_first()
-        if any(call.group == self.policy.name for call in outcomes.silent):
+        if any(call.group == policy for call in outcomes.silent):
             outcomes.raise_first()
         first = next((str(cause_of(e)) for _, e in outcomes.failures if isinstance(cause_of(e), TransportError)), "")
         probes = settle(self.fleet.submit(members, "probe"), PROBE_S, after_failure=PROBE_S)
-        blamed = {c.rank: describe(error) for c, error in probes.failures}
-        blamed |= {c.rank: f"no answer within {PROBE_S:g} s" for c in probes.silent}
+        blamed = probes.causes
+        # No peer can be the cause: these engines only read their own image.
+        blamed |= {c.rank: describe(e) for c, e in outcomes.failures if c.rank in self.fetchers and c.group != policy}
         return {engine: f"{cause} ({first})" if first else cause for engine, cause in blamed.items()}
 
     def _newcomers(self, members: list[int]) -> dict[int, str]:

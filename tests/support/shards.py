@@ -16,17 +16,19 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.exchange import ExchangeReport
+from skyrl_mega.weights.files.publish import Publication, Publisher, PublishReport
 
 REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
 """Requests to engines after a sync."""
 
 
 class ShardHolder:
-    """A policy rank without Megatron: the shards of a checkpoint, and the two methods used by a sync."""
+    """A policy rank without Megatron: the shards of a checkpoint, and the methods used by a sync."""
 
     def __init__(self, rank: int, parallel: ParallelDims, hf: dict[str, Any]) -> None:
         self.rank = rank
         self.shard = architecture(hf).megatron_shard(hf, parallel, rank, "local")
+        self.publisher: Publisher | None = None
         self.params = {name: torch.full(shape, torch.nan) for name, shape in self.shard.params.items()}
 
     def load(self, path: Path) -> None:
@@ -43,6 +45,12 @@ class ShardHolder:
 
     def disconnect_weights(self) -> None:
         del self.exchange
+
+    def publish_weights(self, publication: dict[str, Any], name: str, base: str) -> PublishReport:
+        shared = Publication(**publication)
+        if self.publisher is None or self.publisher.publication != shared:
+            self.publisher = Publisher(shared, self.rank, torch.device("cpu"))
+        return self.publisher.publish(self.params, name, base)
 
     def send_weights(self, checksums: bool) -> ExchangeReport:
         return self.exchange.run(source=self.params, checksums=checksums)

@@ -49,7 +49,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     """
     check_values(config)
     check_paths(config)
-    for group in (config.run, config.model, config.warmup):
+    for group in (config.run, config.model, config.warmup, config.weights.files):
         raise_first(config, group.refusals())
     raise_first(config, config.policy.optimizer.refusals("policy.optimizer"))
     check_critic(config)

@@ -35,7 +35,7 @@ from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
 from skyrl_mega.config.schema.run import CheckpointConfig, ProfileConfig, RunConfig, TelemetryConfig
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
-from skyrl_mega.config.schema.weights import WeightsConfig
+from skyrl_mega.config.schema.weights import FilesConfig, WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -54,6 +54,7 @@ __all__ = [
     "EntropyConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "FilesConfig",
     "GaeConfig",
     "GmpoConfig",
     "GspoConfig",

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 CHECK_EVERY_S = 0.5
 """Seconds between checks of vLLM's process during a call."""
 ABORT_AGAIN_S = 1.0
+FETCH_CHECK_S = 0.1
+"""Seconds between checks for the end of a download of weights."""
 COALESCE_S = 0.004
 """Completions ending within this many seconds are sent in one message."""
 BEATS = 4
@@ -120,7 +122,8 @@ class VllmEngine:
             pass
         self.watched = True
         tokens = self.replicas.count * self.llm.vllm_config.cache_config.kv_cache_size_tokens
-        return Facts(cache_tokens=tokens, cache_bytes=min(await self.workers("cache_bytes")))
+        cache_bytes = min(await self.workers("cache_bytes"))
+        return Facts(cache_tokens=tokens, cache_bytes=cache_bytes, weights=self.spec.transport)
 
     # ---- generation ------------------------------------------------------------------------------------------------
 
@@ -357,8 +360,21 @@ class VllmEngine:
         await self._await_vllm(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
-        """Raises NotImplementedError: the engine joins the process group (`connect_weights`)."""
-        raise NotImplementedError(f"version {version} cannot be fetched from {source}; call connect_weights")
+        """Downloads the boxes of every worker's shard into host memory, or into the cache of the node; the engine goes
+        on generating. `begin_update`, `update_weights` and `end_update` install the weights.
+
+        Args:
+            source: Fields of `weights.files.source.Source`.
+            version: Number of the weights, for errors.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+            Exception: The weights cannot be read, or a checksum differs; names the object. vLLM may pass on only the
+                text of the worker's error.
+        """
+        await self.workers("start_fetch", source)
+        while not all(await self.workers("fetched")):
+            await asyncio.sleep(FETCH_CHECK_S)
 
     async def pause(self) -> None:
         """Stops computing until `resume`. Requests under way are kept; cached prefixes are dropped."""

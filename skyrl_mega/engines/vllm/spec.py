@@ -49,6 +49,8 @@ class EngineSpec:
     """True if weights change while requests are under way (`asynchrony.mode: full`)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More vLLM engine arguments; `rollout.options` takes precedence."""
+    transport: str = "group"
+    """Way of new weights to the engine (`weights.transport`)."""
     sleeps: tuple[str, ...] = ()
     """Parts (`config.residency.ENGINE`) absent from the device in some phases."""
     deterministic: bool = False

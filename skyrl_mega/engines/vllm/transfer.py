@@ -29,7 +29,9 @@ from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.telemetry.memory import MemoryMeter
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.exchange.exchange import Exchange, ExchangeReport
+from skyrl_mega.weights.files.download import Download
+from skyrl_mega.weights.files.source import Source
 
 
 def worker_index(parallel: Any) -> int:
@@ -71,6 +73,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.vllm_config.load_config.load_format == "dummy":
             default_cache_scales(self.model)
         self.exchange: Exchange | None = None
+        self.download: Download | None = None
+        """The shard's weights from a store of weight files; None before the first fetch."""
         self.report: dict[str, float] = {}
         hf = self.model_config.hf_config.to_dict()
         float32 = architecture(hf).describe(hf).float32_tensors
@@ -98,13 +102,15 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must follow.
 
         Raises:
-            RuntimeError: `init_transfer_engine` was not called before.
+            RuntimeError: Neither `init_transfer_engine` nor `WorkerExtension.start_fetch` was called before.
             TransportError: A peer left, or did not answer within the connection's `timeout_s`.
             ChecksumError: A part differs from the data sent (only with `update_info.checksums`).
         """
         self.report = asdict(self._receive(update_info.checksums))
 
-    def _receive(self, checksums: bool) -> Any:
+    def _receive(self, checksums: bool) -> ExchangeReport:
+        if self.download is not None:
+            return self.download.install(self.parameters, self.parameters.mark_written)
         if self.exchange is None:
             raise RuntimeError("weights cannot be received yet; call init_weight_transfer_engine before")
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
@@ -224,6 +230,28 @@ class WorkerExtension:
             Number of `parameters`, `bytes` received, and the names of `different` parameters.
         """
         return self.weight_transfer_engine.compare()
+
+    def start_fetch(self, source: dict[str, Any]) -> None:
+        """Starts to download this worker's shard of a publication, in the background; replaces an earlier download that
+        is still running.
+
+        Args:
+            source: Fields of `weights.files.source.Source`.
+        """
+        engine = self.weight_transfer_engine
+        if engine.download is None:
+            config, number = engine.model_config.hf_config.to_dict(), worker_index(engine.parallel_config)
+            engine.download = Download(self.own_shard(), architecture(config).tensors(config), number)
+        engine.download.start(Source(**source))
+
+    def fetched(self) -> bool:
+        """Returns True if the download of `start_fetch`, which must have been called, has ended.
+
+        Raises:
+            StoreError, DamagedFiles, Incomplete, UserError: As in `weights.files.fetch.Reader.fetch`.
+        """
+        assert self.weight_transfer_engine.download is not None, "start_fetch comes first"
+        return self.weight_transfer_engine.download.ended
 
     def abandon_update(self) -> None:
         """Leaves the process group and discards an update at any stage; the weights are unusable until another

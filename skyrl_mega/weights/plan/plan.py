@@ -105,7 +105,11 @@ class Plan:
 
 
 def plan(
-    source: Layout, target: Layout, topology: Topology | None = None, itemsize: int | Callable[[str], int] = 2
+    source: Layout,
+    target: Layout,
+    topology: Topology | None = None,
+    itemsize: int | Callable[[str], int] = 2,
+    slab_bytes: int | None = None,
 ) -> Plan:
     """Returns a plan that delivers every element of every target piece, once, from a source rank holding the element.
 
@@ -114,6 +118,7 @@ def plan(
         target: Layout of the receivers.
         topology: Devices of the ranks; None puts each rank on a separate device, all in one node.
         itemsize: Bytes of an element on the wire, for all tensors or by name.
+        slab_bytes: Maximum bytes of a part (at least one row); None: `SLAB_BYTES`, or less for a small model.
 
     Raises:
         ValueError: The source does not cover a target box, the layouts disagree about a shape (names the tensor), or
@@ -128,5 +133,6 @@ def plan(
     sizes = [itemsize if isinstance(itemsize, int) else itemsize(name) for name in target.tensors]
     whole = sum(prod(shape) * size for shape, size in zip(target.tensors.values(), sizes, strict=True))
     ranks = max(len(source.shards), len(target.shards), 1)
-    demand = cut(source, target, sizes, min(SLAB_BYTES, whole // (SLABS_PER_RANK * ranks)))
+    slab_bytes = slab_bytes or min(SLAB_BYTES, whole // (SLABS_PER_RANK * ranks))
+    demand = cut(source, target, sizes, slab_bytes)
     return Plan(demand, choose(demand, topology), topology)
