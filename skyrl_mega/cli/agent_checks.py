@@ -18,7 +18,9 @@ def check_agents(config: Config, names: Iterable[str]) -> None:
         names: The environments in settings and data rows; environments without an agent are ignored.
 
     Raises:
-        UserError: A trajectory would have to be a single sequence of tokens, or would have no time limit.
+        UserError: With an agent's environment, `rollout.generator` or `run.deterministic` is set, a trajectory would
+            have to be a single sequence of tokens (`rollout.step_wise=off`, `rollout.conversation=one_message`), or
+            would have no time limit. Or an environment cannot be found, or its options are wrong.
     """
     rollout, environments = config.rollout, config.environment
     for name in names:

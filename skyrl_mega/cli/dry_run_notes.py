@@ -42,7 +42,8 @@ from skyrl_mega.telemetry.trackers import registry
 
 
 def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: float = dynamic.SIGNAL_SHARE) -> list[str]:
-    """Returns all notes of a dry run about the settings, one line each.
+    """Returns all notes of a dry run about the settings, one line each; [] if there is nothing to note. Changes
+    nothing.
 
     Args:
         config: The settings.

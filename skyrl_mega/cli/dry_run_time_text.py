@@ -19,7 +19,8 @@ HOURS = 2.0
 
 
 def sections(time: Values) -> list[list[str]]:
-    """Returns the sections about time as lines.
+    """Returns the three sections about time, each as its lines: the seconds of a step, the run with its error bar, and
+    the rates.
 
     Args:
         time: Value `time` of `dry_run.values`.
@@ -28,7 +29,8 @@ def sections(time: Values) -> list[list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration with its unit: `3.1 days`, `5.2 hours` or `40 minutes`."""
+    """Returns a duration with its unit: `3.1 days`, `5.2 hours` or `40.0 minutes`; hours from two hours on, days from
+    two days on."""
     for unit, name in ((86400.0, "days"), (3600.0, "hours")):
         if seconds >= HOURS * unit:
             return f"{seconds / unit:,.1f} {name}"

@@ -24,7 +24,7 @@ them."""
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Computes the dry run's estimates and writes them to `estimate.json` in a run's folder, for the report.
 
-    If an estimate fails or the file cannot be written, prints a note instead of raising.
+    If an estimate fails or the file cannot be written, prints a note instead of raising. An existing file is replaced.
 
     Args:
         folder: The run's folder.
@@ -42,7 +42,8 @@ def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str
 
 
 def estimated(v: Mapping[str, Any]) -> dict[str, float]:
-    """Returns metric name → estimate, from the values of a dry run (`dry_run.values`); memory is in GiB.
+    """Returns metric name → estimate, from the values of a dry run (`dry_run.values`); memory is in GiB, times are in
+    seconds.
 
     Times and speeds are included on GPUs, and on a CPU with measured rates (`cluster.rates_file`).
     """

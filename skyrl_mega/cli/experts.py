@@ -15,7 +15,8 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Rejects settings for experts (router replay, expert fusions, the deepep dispatcher) if the model is dense.
+    """Rejects settings for experts (router replay, expert fusions, the deepep dispatcher) if the model is dense. Does
+    nothing for a model with experts.
 
     Raises:
         UserError: Such a setting is given and the model has no experts.

@@ -123,7 +123,7 @@ def planned_inputs(
 
 
 def check_own_code(config: Config) -> None:
-    """Tries a generator of the user (`rollout.generator`) with stand-ins.
+    """Tries a generator of the user (`rollout.generator`) with stand-ins; does nothing without one.
 
     Raises:
         UserError: The code cannot be loaded, or fails.
@@ -234,7 +234,8 @@ def _known(path: Path) -> Mapping[str, Any]:
 
 
 def prepare(config: Config, console: Console) -> Config:
-    """Decides the device, builds an absent model (`model.build`) and creates absent data (`data.prepare`).
+    """Decides the device, builds an absent model (`model.build`) and creates absent data (`data.prepare`). An existing
+    model is not changed.
 
     Call after `check_inputs`.
 
@@ -258,7 +259,8 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def try_machine(config: Config) -> None:
-    """Tries what trajectories start on this machine, such as a container. Call after `prepare`, once per run.
+    """Tries what trajectories start on this machine, such as a container; does nothing for environments that start
+    nothing. Returns nothing. Call after `prepare`, once per run.
 
     Raises:
         UserError: A trajectory could not start.

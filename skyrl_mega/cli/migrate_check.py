@@ -23,11 +23,12 @@ RING = {"policy.layout.context_exchange": "ring"}
 
 
 def complete(migration: Migration) -> str:
-    """Adds a layout to the migration if it needs one (`open_layout`), and checks the result by a dry run.
+    """Adds a layout to the migration if it needs one (`open_layout`), and checks the result by a dry run. `migration`
+    is changed in place; without a fitting layout it stays as it is.
 
     Returns:
-        A line for the user that begins with `passes`, `layout and memory pass` (user code is not imported) or
-        `refused: ` with the error. A refusal raises no error.
+        A line for the user that begins with `passes`, `layout and memory pass` (user code is not imported) or `refused:
+        ` with the error. A refusal raises no error.
     """
     try:
         config = composed(migration)

@@ -38,7 +38,11 @@ class PlannedContainers:
 
 
 def planned_containers(config: Config) -> PlannedContainers | None:
-    """Returns the containers of the first environment that runs in containers; None without any."""
+    """Returns the containers of the first environment that runs in containers; None without any. Starts nothing.
+
+    Raises:
+        UserError: A runtime is unknown.
+    """
     for key, runtime, options in container_options(config.environment.options):
         return _planned(config, key, runtime, options)
     return None
@@ -76,6 +80,9 @@ def container_notes(config: Config, used: Sequence[int]) -> Iterator[str]:
     Args:
         config: The settings.
         used: Host memory of the run on each node in bytes, without containers.
+
+    Raises:
+        UserError: A runtime is unknown.
     """
     planned = planned_containers(config)
     if planned is None or not planned.nodes:

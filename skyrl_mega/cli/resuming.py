@@ -38,7 +38,7 @@ SHOWN = 12
 def checkpoint_of(config: Config) -> Path | None:
     """Returns the newest intact checkpoint of the run, from which it resumes.
 
-    Returns None without a checkpoint, or if `checkpoint.resume` is false.
+    Returns None without a checkpoint, or if `checkpoint.resume` is false. A missing folder is no error.
     """
     if not config.checkpoint.resume:
         return None
@@ -53,7 +53,7 @@ def changes(config: Config) -> list[str]:
 
     Raises:
         UserError: A changed setting is bound to the checkpoint, the checkpoint lacks a critic, or the stored settings
-            cannot be read.
+            or the checkpoint's state.json cannot be read.
     """
     file = Path(config.run.directory) / config.run.name / "config.yaml"
     checkpoint = checkpoint_of(config)
@@ -115,7 +115,8 @@ def nothing_left(config: Config) -> str | None:
     """Returns a message for the user if the run to resume has no work left; None if there is work, or no checkpoint to
     resume from.
 
-    No work is left if all steps are done or all prompts are used, and the export, if configured, exists.
+    No work is left if all steps are done or all prompts are used, and the export, if configured, exists. Used up means
+    that fewer prompts than a step needs are left in all epochs.
 
     Raises:
         UserError: The checkpoint's state.json is invalid.

@@ -98,7 +98,11 @@ class Simulator:
         return f"simulate {self.started}{total}: {simulate_text.describe(choice)} …"
 
     def row(self, choice: Choice) -> SimulatedRow:
-        """Simulates a choice, prints a progress line, and returns the choice with its outcome; adds to `finished`."""
+        """Simulates a choice, prints a progress line, and returns the choice with its outcome; adds to `finished`.
+
+        Raises:
+            UserError: `cluster.rates_file` is wrong. Errors raised by `before` pass through.
+        """
         self.before(choice)
         print(self.progress(choice), file=sys.stderr, flush=True)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
@@ -109,7 +113,8 @@ class Simulator:
         return self.finished[-1]
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
-        """Simulates a mode in each split that can run it; returns a row for each.
+        """Simulates a mode in each split that can run it; returns a row for each, in the order of `splits`; [] if none
+        can.
 
         Args:
             config: The given settings.
@@ -176,7 +181,8 @@ def _with_engines(
 
 
 def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:
-    """Simulates all splits in the first mode of `EXPLORED` that can run in any split; empty if no mode can."""
+    """Simulates all splits in the first mode of `EXPLORED` that can run in any split; empty if no mode can. Rows keep
+    the order of `splits`."""
     return next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)), [])
 
 

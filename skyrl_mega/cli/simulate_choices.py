@@ -130,7 +130,7 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """Returns at most `SPLITS` fitting divisions of the GPUs between engines and policy (with reference and critic),
-    from fewest to most policy ranks.
+    from fewest to most policy ranks; [] if none fits.
 
     If the given engines fit no split, tries the smallest other engines that fit, with the memory fraction of exclusive
     GPUs or else the given one. If the policy fits no split, streams its optimizer. If the experts are spread over too
@@ -162,7 +162,8 @@ def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[
 
 
 def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
-    """Returns the reason why no split fits. The example is a split with engines on half of the GPUs or fewer."""
+    """Returns the reason why no split fits, as a clause for a message. Call if `splits` returns []. The example is a
+    split with engines on half of the GPUs or fewer."""
     most = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
     counts = _evenly_spaced(range(most, 0, -1), COUNTS)
     example = next((each for count in counts for each in _matching_splits(config, count, ())), None)
@@ -187,7 +188,8 @@ def _matching_splits(config: Config, engines: int, change: Change) -> Iterator[C
 def engines(
     config: Config, split: Change, hf: Mapping[str, Any], fractions: Sequence[float] | None = None
 ) -> list[Change]:
-    """Returns variants of a split with other engines on the same GPUs: at most one for each tensor parallel size.
+    """Returns variants of a split with other engines on the same GPUs: at most one for each tensor parallel size,
+    smallest size first; [] if none fits.
 
     Each variant fits by `find_error` and differs from the given engines. Leaves out engines whose FP8 blocks would no
     longer match the policy's.

@@ -90,7 +90,8 @@ class Rows:
 
 
 def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion], gpus: int) -> Rows:
-    """Returns the given settings and the distinct suggestions as rows of the table.
+    """Returns the given settings and the distinct suggestions as rows of the table. Settings that do not fit raise no
+    error: the result has the message.
 
     Args:
         config: The given settings, with planned rates.
@@ -106,7 +107,8 @@ def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion
 
 
 def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: Decoder) -> list[Row]:
-    """Returns at most `SHOWN` rows: the first suggestion, then each suggestion not covered by an earlier or known row.
+    """Returns at most `SHOWN` rows: the first suggestion, then each suggestion not covered by an earlier or known row;
+    [] without suggestions.
 
     Args:
         suggestions: Fitting layouts in the order of the search.

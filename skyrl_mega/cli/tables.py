@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Returns lines with columns as wide as the longest cell, indented by two spaces; the first `left` columns are
-    left-aligned, the others right-aligned. There is at least one row, and all have as many cells."""
+    left-aligned, the others right-aligned. There is at least one row (else IndexError), and all have as many cells
+    (else ValueError or IndexError)."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stoppable(run: Callable[[], int], as_json: bool) -> int:
-    """Runs a command with `command.guarded`, and turns a stop by a signal into exit code 75.
+    """Runs a command with `command.guarded`, and turns a stop by a signal into exit code 75. Other errors of the
+    command pass through.
 
     Args:
         run: The command; returns its exit code.

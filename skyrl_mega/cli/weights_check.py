@@ -79,7 +79,8 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
 
 
 def table(compared: Sequence[WeightComparison]) -> str:
-    """Returns the comparison as text: a line per engine worker, then a line per differing parameter."""
+    """Returns the comparison as text: a line per engine worker, then a line per differing parameter. Never empty: the
+    first line is a head."""
     lines = [f"{'engine':>6} {'worker':>6} {'parameters':>10} {'bytes':>16} {'different':>9}"]
     lines += [f"{c.engine:6} {c.worker:6} {c.parameters:10} {c.bytes:16,} {len(c.different):9}" for c in compared]
     for c in compared:

@@ -156,7 +156,7 @@ def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[
     """Returns the verdict as text, and True if the mean difference of engine and policy is below `alarm`.
 
     Args:
-        pairs: Result of `pairs_of`, with engine and policy.
+        pairs: Result of `pairs_of`; without a pair of engine and policy raises KeyError.
         alarm: Threshold of the mean difference, in nats per token.
         cut: Note about samples from a truncated distribution; None without truncation.
     """
@@ -186,7 +186,8 @@ def worst_of(
     most: int,
     decode: Callable[[list[int]], str],
 ) -> list[Worst]:
-    """Returns the tokens with the largest difference between engine and policy, largest first.
+    """Returns the tokens with the largest difference between engine and policy, largest first; [] if no token is
+    compared.
 
     Args:
         batch: The answered samples.

@@ -48,7 +48,8 @@ class Described:
 
 
 def first_option(args: argparse.Namespace | None) -> str | None:
-    """Returns the name of the first option that describes the trajectories; None without such an option."""
+    """Returns the name of the first option that describes the trajectories; None without such an option. The order is
+    tokens, environment, turns, like."""
     return next((name for name in OPTIONS if getattr(args, name, None) is not None), None)
 
 
