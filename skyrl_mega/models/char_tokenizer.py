@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 def write_tokenizer(path: Path) -> None:
     """Writes the tokenizer, with chat template, into the existing directory `path`: tokenizer.json and
-    tokenizer_config.json, over files of these names."""
+    tokenizer_config.json, over files of these names. Raises OSError if the directory is missing."""
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,

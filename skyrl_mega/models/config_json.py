@@ -25,7 +25,7 @@ def with_defaults(hf: Hf, **defaults: Any) -> Hf:
     """Returns a copy of the configuration with absent keys filled from `defaults`, the defaults of the family's
     transformers class, and from `COMMON`.
 
-    A null stays: transformers refuses most nulls.
+    A null stays: transformers refuses most nulls. `hf` is not changed.
     """
     return {**COMMON, **defaults, **hf}
 
@@ -73,7 +73,7 @@ def number(hf: Hf, key: str) -> float:
 
 
 def require(hf: Hf, key: str, allowed: Any) -> None:
-    """Checks that `key` is absent, null or `allowed`.
+    """Checks that `key` is absent, null or equal to `allowed`.
 
     Raises:
         UserError: The key has another value.

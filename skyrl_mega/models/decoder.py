@@ -114,7 +114,8 @@ class Decoder:
         return frozenset(index for index, kind in enumerate(self.order) if kind in kinds)
 
     def layer(self, index: int) -> Layer:
-        """Returns the blocks of layer `index` (global)."""
+        """Returns the blocks of layer `index` (global, from 0), in execution order. Raises IndexError beyond the last
+        layer."""
         return self.kinds[self.order[index]]
 
     @cached_property
@@ -130,7 +131,8 @@ class Decoder:
         return frozenset(name for index, block in layers for name in block.engine_float32(f"model.layers.{index}"))
 
     def is_moe(self, index: int) -> bool:
-        """Returns True if layer `index` (global) contains routed experts."""
+        """Returns True if layer `index` (global, from 0) contains routed experts; False also for an index without a
+        layer."""
         return index in self.moe_layers
 
     def layer_counts(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
@@ -138,7 +140,7 @@ class Decoder:
         `kinds`. Kinds without a layer are left out.
 
         Args:
-            layers: Global indices; None for all layers of the model.
+            layers: Global indices, from 0; None for all layers of the model. An index given twice counts twice.
         """
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(index)) for index, kind in enumerate(self.kinds) if index in kinds]

@@ -59,7 +59,8 @@ def runs_to_write(
 
 
 def whole_params(decoder: Decoder, shard: Shard) -> set[str]:
-    """Returns the names of the shard's local parameters filled by whole Hugging Face tensors."""
+    """Returns the names of the shard's local parameters filled by whole Hugging Face tensors, as norms and routers are;
+    other ranks hold the same parameters."""
     tensors = huggingface.tensors(decoder)
     missing: dict[str, int] = dict.fromkeys(shard.params, 0)
     for piece in shard.pieces:

@@ -21,7 +21,7 @@ from skyrl_mega.parallel.box import Shard
 def check(
     decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Checks that vLLM can split this model over the workers of an engine.
+    """Checks that vLLM can split this model over the workers of an engine; stops at the first problem.
 
     Args:
         decoder: The model.
@@ -111,8 +111,8 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """Returns the load-time parameters of worker `rank` of an engine, and the pieces to fill them. `check` must have
-    accepted the division, which is not checked again.
+    """Returns the load-time parameters of worker `rank` of an engine by vLLM's names, and the pieces to fill them.
+    `check` must have accepted the division, which is not checked again.
 
     Args:
         decoder: The model.
@@ -121,6 +121,9 @@ def shard(
         expert_parallel: True if whole experts are distributed over the workers.
         data: Data-parallel replicas inside the engine.
         tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.
+
+    Raises:
+        ValueError: The decoder is a critic.
     """
     builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     cut = EngineCut(tensor, expert_parallel, data)

@@ -25,7 +25,7 @@ def tensors(decoder: Decoder) -> Tensors:
 
 def is_computed(decoder: Decoder, name: str) -> bool:
     """Returns True if a tensor on disk follows from the rest of the model and need not be read: the copy of a tied
-    embedding, or the rotary frequencies."""
+    embedding, or the rotary frequencies. No content is compared."""
     return name.endswith(_BUFFER) or (name == HEAD and decoder.tied)
 
 

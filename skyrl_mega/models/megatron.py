@@ -84,13 +84,14 @@ def settings(decoder: Decoder) -> MegatronSettings:
 
 
 def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]:
-    """Returns, for each of these layers (global indices, from 0), the modules declared by the layer's attention
-    block."""
+    """Returns, for each of these layers (global indices, from 0), the modules declared by the layer's attention block,
+    in the same order. Raises StopIteration for a layer without attention, and IndexError for an index without a
+    layer."""
     return [next(m for block in decoder.layer(index) if (m := block.layer_modules())) for index in layers]
 
 
 def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
-    """Checks that a layout divides this model and trains correctly.
+    """Checks that a layout divides this model and trains correctly; stops at the first problem.
 
     Args:
         decoder: The model.
@@ -189,6 +190,9 @@ def shard(
         rank: Number of the rank.
         spec: Implementation of the layers.
         tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.
+
+    Raises:
+        ValueError: `rank` is not a rank of the layout.
     """
     builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     coords = parallel.coordinates(rank)

@@ -38,7 +38,8 @@ def hub_name(path: str | PurePath) -> str | None:
 def how_to_get(path: str | PurePath) -> str:
     """Returns a phrase for messages: the command to download or build the known model at this path.
 
-    The phrase is "`COMMAND` fetches it" or "`COMMAND` makes it". Call only if `hub_name(path)` is not None.
+    The phrase is "`COMMAND` fetches it" or "`COMMAND` makes it". Call only if `hub_name(path)` is not None: for other
+    paths the command names None.
     """
     if PurePath(path).name in BUILT_LOCALLY:
         return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
@@ -46,8 +47,8 @@ def how_to_get(path: str | PurePath) -> str:
 
 
 def known(name: str | PurePath) -> dict[str, Any]:
-    """Returns a copy of the content of the published config.json of a model, by hub name or by a path ending in the
-    model's name. No file is read.
+    """Returns a copy (nested values are shared) of the content of the published config.json of a model, by hub name or
+    by a path ending in the model's name. No file is read.
 
     Raises:
         UserError: The model is unknown.

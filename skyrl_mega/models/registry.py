@@ -36,16 +36,28 @@ class Architecture:
     None for families without experts, which use the common keys."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
-        """Returns name → shape of every tensor of the checkpoint on disk."""
+        """Returns name → shape of every tensor of the checkpoint on disk, in a new dict.
+
+        Raises:
+            UserError: config.json is not supported.
+        """
         return huggingface.tensors(self.describe(hf))
 
     def megatron_settings(self, hf: Hf) -> MegatronSettings:
-        """Returns the keyword arguments of megatron-core's TransformerConfig and GPTModel."""
+        """Returns the keyword arguments of megatron-core's TransformerConfig and GPTModel.
+
+        Raises:
+            UserError: config.json is not supported, or layers need different values of an argument for all layers.
+        """
         return megatron.settings(self.describe(hf))
 
     def padded_vocab(self, hf: Hf, tensor: int) -> int:
         """Returns the rows of Megatron's embedding over all tensor-parallel ranks: the number of tokens, rounded up to
-        a multiple of `tensor`, the tensor-parallel size."""
+        a multiple of `tensor`, the tensor-parallel size.
+
+        Raises:
+            UserError: config.json is not supported.
+        """
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
@@ -57,7 +69,8 @@ class Architecture:
             key: The layout's setting, for errors.
 
         Raises:
-            UserError: The layout does not; names the setting under `key`, the value and the allowed values.
+            UserError: The layout does not; names the setting under `key`, the value and the allowed values. Or
+                config.json is not supported.
         """
         megatron.check(self.describe(hf), parallel, key)
 
@@ -74,7 +87,7 @@ class Architecture:
             data: Data-parallel replicas inside the engine.
 
         Raises:
-            UserError: vLLM cannot; names `key`, the value and the allowed values.
+            UserError: vLLM cannot; names `key`, the value and the allowed values. Or config.json is not supported.
         """
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
@@ -106,7 +119,7 @@ class Architecture:
         time, and the pieces to fill them.
 
         Raises:
-            UserError: vLLM cannot split the model so.
+            UserError: vLLM cannot split the model so, or config.json is not supported.
         """
         self.check_engine(hf, tensor, expert_parallel, data=data)
         return engine.shard(self.describe(hf), tensor, rank, expert_parallel, data)
@@ -120,7 +133,7 @@ class Architecture:
         Workers with the same `rank` share one `Shard` object.
 
         Raises:
-            UserError: vLLM cannot split the model so.
+            UserError: vLLM cannot split the model so, or config.json is not supported.
         """
         self.check_engine(hf, tensor, expert_parallel, data=data)
         decoder, tensors = self.describe(hf), self.tensors(hf)
@@ -149,7 +162,7 @@ def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
         head: "vocab": the model itself. "value": the returned architecture describes a critic (`Decoder.critic`).
 
     Raises:
-        UserError: The type is not supported.
+        UserError: The type is missing or not supported. The other keys are not read here.
     """
     arch = ARCHITECTURES.get(str(hf.get("model_type", "")))
     if arch is None:

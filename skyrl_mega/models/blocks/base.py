@@ -196,11 +196,11 @@ class Block(Protocol):
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         """Raises UserError, naming a setting under `key` or config.json, for a layout allowed by `megatron_cuts` that
-        trains incorrectly."""
+        trains incorrectly; returns None for any other layout."""
 
     def check_fp8(self, key: str) -> None:
         """Raises UserError, naming `key`, if the block has not been tested with FP8 in training, on the wire and in
-        engines."""
+        engines. Returns None for a tested block."""
 
     # --- vLLM ---
 
@@ -222,7 +222,7 @@ class Block(Protocol):
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         """Raises UserError, naming `key` or config.json, for a division of an engine allowed by `engine_cuts` that vLLM
-        does not support for this block."""
+        does not support for this block; returns None for any other division."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
@@ -230,11 +230,12 @@ class Block(Protocol):
         return {}
 
     def check_cpu_engine(self, prefix: str) -> None:
-        """Raises UserError for a width not supported by vLLM on a CPU; `prefix` precedes config.json's key in the
-        error."""
+        """Raises UserError, naming config.json's key, for a width not supported by vLLM on a CPU, and returns None
+        otherwise; `prefix` precedes config.json's key in the error."""
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`."""
+        """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`: argument of
+        the engine → value; {} if it needs none."""
         return {}
 
     # --- cost ---
@@ -245,7 +246,7 @@ class Block(Protocol):
 
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept by autograd on a rank from the block's forward to its backward pass, including the
-        block's input, without recomputation."""
+        block's input, without recomputation; for one micro-batch and one layer."""
         ...
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
@@ -292,7 +293,8 @@ class Block(Protocol):
 
 
 def exchanged(elements: float, parallel: ParallelDims) -> float:
-    """Returns `Messages.context` of an attention layer.
+    """Returns `Messages.context` of an attention layer: elements (not bytes) that a tensor rank receives for a token
+    from each of the other context ranks.
 
     A ring passes every token's keys and values to every other context rank. An all-to-all sends each of the other ranks
     that rank's part of the heads.

@@ -134,12 +134,12 @@ class Head(Block):
 
 def padded_vocab(vocab: int, multiple: int) -> int:
     """Returns the number of tokens rounded up to a multiple of `multiple`: Megatron's tensor-parallel size, or vLLM's
-    `VOCAB_MULTIPLE`."""
+    `VOCAB_MULTIPLE`. A multiple itself stays."""
     return -(-vocab // multiple) * multiple
 
 
 def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tuple[int, int]) -> None:
-    """Declares that a rank's parameter holds the rows of `tensor` from row `start` on. Padding rows, beyond the
+    """Declares in `b` that a rank's parameter holds the rows of `tensor` from row `start` on. Padding rows, beyond the
     vocabulary, get no piece; perhaps all rows are padding.
 
     Args:
@@ -148,6 +148,9 @@ def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tupl
         tensor: Embedding or output projection, a row per token.
         start: First row of the rank.
         sizes: (Rows of the parameter, tokens of the vocabulary).
+
+    Raises:
+        KeyError: `tensor` is unknown to `b`, and the rank has a row of it.
     """
     rows, vocab = sizes
     if start < vocab:

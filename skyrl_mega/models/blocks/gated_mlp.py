@@ -27,7 +27,8 @@ NORM = "post_attention_layernorm.weight"
 
 
 def check_keys(hf: Hf) -> None:
-    """Raises UserError if config.json asks for an activation other than silu, or for a bias in feed-forward parts."""
+    """Raises UserError if config.json asks for an activation other than silu, or for a bias in feed-forward parts.
+    Absent keys and nulls pass."""
     require(hf, "hidden_act", "silu")
     require(hf, "mlp_bias", False)
 
@@ -122,7 +123,8 @@ def gated_tensors(source: str, width: int, hidden: int, matrices: tuple[str, str
 
 
 def gated_args() -> dict[str, object]:
-    """Returns the keyword arguments of megatron-core's `TransformerConfig` for gated feed-forward parts with silu."""
+    """Returns the keyword arguments of megatron-core's `TransformerConfig` for gated feed-forward parts with silu. A
+    new dict; imports torch."""
     from torch.nn.functional import silu
 
     return {"gated_linear_unit": True, "activation_func": silu}
@@ -142,7 +144,8 @@ def gated_pieces(
     Both are already declared (`ShardBuilder.param`).
 
     `width` rows (gate, up) or columns (down) from `start` are taken of each matrix; the names are
-    `<source>.<matrix>.weight`. `stack` is the index of the expert if a parameter holds several, else empty.
+    `<source>.<matrix>.weight`. `stack` is the index of the expert if a parameter holds several, else empty. Raises
+    KeyError for a tensor unknown to `b`.
     """
     gate, up, down = matrices
     b.rows(params[0], 0, f"{source}.{gate}.weight", start, width, stack=stack)

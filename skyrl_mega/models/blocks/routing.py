@@ -30,7 +30,8 @@ class ExpertRouter:
 
     @classmethod
     def softmax(cls, hf: Hf) -> ExpertRouter:
-        """Returns the softmax router of Qwen and OLMoE; `norm_topk_prob` of config.json decides on renormalisation.
+        """Returns the softmax router of Qwen and OLMoE; `norm_topk_prob` of config.json decides on renormalisation. No
+        other key is read.
 
         Raises:
             UserError: `norm_topk_prob` is missing or no boolean.

@@ -48,5 +48,6 @@ def describe(hf: Hf) -> Decoder:
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes. `hf`
+    stays unchanged; a missing common key raises KeyError."""
     return small_latent(hf) | ROUTER

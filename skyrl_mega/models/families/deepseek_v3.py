@@ -45,7 +45,7 @@ def describe(hf: Hf) -> Decoder:
 def latent_layers(
     hf: Hf, moe: list[bool], engine_float32_router: bool = False
 ) -> list[tuple[LatentAttention, Experts | GatedMlp]]:
-    """Returns the blocks of each layer: latent attention, then experts where `moe` is True, else a dense part.
+    """Returns the blocks of each layer in order: latent attention, then experts where `moe` is True, else a dense part.
 
     Args:
         hf: Content of config.json.
@@ -64,13 +64,13 @@ def latent_layers(
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts."""
+    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
     return small_latent(hf) | ENGINE_KEYS
 
 
 def small_latent(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with widths
-    supported by vLLM on a CPU."""
+    """Returns a copy of `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with
+    widths supported by vLLM on a CPU. A missing common key raises KeyError."""
     own = {
         "num_key_value_heads": hf["num_attention_heads"],
         "q_lora_rank": hf["hidden_size"],

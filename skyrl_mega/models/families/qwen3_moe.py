@@ -33,5 +33,5 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts."""
+    keys for the sizes of experts. `hf` stays unchanged; no key is required."""
     return hf | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
