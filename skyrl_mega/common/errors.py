@@ -49,7 +49,8 @@ class UserError(Exception):
         return {name: _printable(text) for name, text in parts.items() if text}
 
     def with_fix(self, fix: str) -> UserError:
-        """Returns a copy of this error with `fix` appended to the present fix, after a semicolon."""
+        """Returns a copy of this error with `fix` appended to the present fix, after a semicolon; this error stays
+        unchanged. The copy is a `UserError` also for a subclass."""
         fixes = "; ".join(filter(None, (self.fix, fix)))
         return UserError(self.problem, key=self.key, value=self.value or NO_VALUE, fix=fixes)
 

@@ -37,7 +37,8 @@ def load(
     """Imports a module or file of the user and returns the object named by an import path.
 
     Modules are found from the working directory, which is appended to `sys.path`; a relative file path also starts
-    there. Each module or file is imported once per process.
+    there. Each module or file is imported once per process, so later changes of a file have no effect. Other threads
+    wait for an import.
 
     Args:
         path: `package.module:name` or `path/to/file.py:name`.

@@ -58,7 +58,8 @@ async def ask_again(
     """Sends a request, with retries; returns the response and the bytes of the first reply with a final status.
 
     Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses; the service may therefore
-    process the same request several times. Every other status is final, errors such as 404 included.
+    process the same request several times. Every other status is final, errors such as 404 included. At least one
+    attempt is made.
 
     Args:
         http: Client with the connections.
@@ -133,7 +134,7 @@ async def ask(
         url: Address of the request.
         body: Sent as JSON; None sends no body.
         timeout_s: Seconds for the whole exchange: connection, request and complete reply.
-        headers: Further headers of the request.
+        headers: Further headers of the request; None adds none.
 
     Raises:
         TimeoutError: The reply was not complete within `timeout_s`.

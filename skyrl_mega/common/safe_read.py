@@ -79,7 +79,7 @@ def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any
 
 def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
     """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers, in the value and in
-    all keys and entries of its mappings, lists and tuples. Values of other types pass.
+    all keys and entries of its mappings, lists and tuples. Values of other types pass. Returns None.
 
     Raises:
         Malformed: The value violates one of these rules.
@@ -205,7 +205,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     no line break.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or is no regular file; raised at the first line.
         UserError: A line exceeds MOST_BYTES.
     """
     offset = 0
@@ -221,7 +221,8 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def error_reason(error: Exception) -> str:
-    """Returns the reason of a failed read for an error message: `is missing`, or `cannot be read (reason)`."""
+    """Returns the reason of a failed read for an error message: `is missing`, or `cannot be read (reason)` for any
+    other error. Names no file."""
     if isinstance(error, FileNotFoundError):
         return "is missing"
     return f"cannot be read ({getattr(error, 'strerror', None) or error})"

@@ -116,7 +116,7 @@ def is_secret(key: str, value: Any) -> bool:
 
 def hide_in_text(text: str) -> str:
     """Returns a text with secrets replaced by `***`: in addresses, connection strings, headers, JSON and command
-    options. References such as `${oc.env:NAME}` stay."""
+    options. References such as `${oc.env:NAME}` stay. A text without a secret is returned unchanged."""
     if SCHEME.fullmatch(text):
         return MASK
     for start, end in reversed(list(secret_spans(text))):
@@ -126,7 +126,8 @@ def hide_in_text(text: str) -> str:
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yields start and end index of each secret in a text: the value after a name, as in `api_key=…` or `--token …`.
+    """Yields start and end index (exclusive) of each secret in a text, in order and without overlaps: the value after a
+    name, as in `api_key=…` or `--token …`.
 
     Includes values that are a reference (`${…}`) or masked already; excludes a password before a host (`user:…@host`).
     """

@@ -93,7 +93,7 @@ def note_resolved(settings: Any, resolved: Any) -> None:
 
 def still_masked(settings: Any) -> tuple[str, str] | None:
     """Returns key and value of the first setting with a secret still masked (`***`) from an earlier output; None if all
-    secrets are given."""
+    secrets are given. `***` counts as a whole value, before a host, or after the name of a secret."""
     for key, value in leaves(settings):
         if key.startswith(LITERAL) or not isinstance(value, str):
             continue
@@ -103,7 +103,8 @@ def still_masked(settings: Any) -> tuple[str, str] | None:
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """Returns a copy of settings, or of a single setting, without secrets.
+    """Returns a copy of settings, or of a single setting, without secrets; tuples become lists, numbers and None stay
+    unless their key is a secret's.
 
     A secret from the environment becomes its reference, `${oc.env:NAME}`, if remembered by `note_resolved`; every other
     secret becomes `***`.
@@ -158,7 +159,8 @@ def hidden(text: str, short: bool = False) -> str:
 
 
 def all_hidden(value: Any) -> Any:
-    """Returns a copy of nested mappings and lists with `hidden` applied to every text value; keys stay."""
+    """Returns a copy of nested mappings and lists with `hidden` applied to every text value; keys and other values
+    stay, tuples become lists."""
     if isinstance(value, Mapping):
         return {name: all_hidden(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

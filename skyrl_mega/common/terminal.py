@@ -16,8 +16,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str, most: int = 4000) -> str:
-    """Returns the text as a single line for a terminal, shortened to at most `most` characters, with `…` at the end of
-    a shortened text.
+    """Returns the text as a single line for a terminal, shortened to at most `most` characters, with `…` as the last of
+    them in a shortened text.
 
     Replaces each run of white space (spaces of any kind, tabs, line breaks) by a single space, without any at the ends,
     and escapes the remaining characters refused by `str.isprintable`.

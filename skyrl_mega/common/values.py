@@ -45,7 +45,8 @@ class Rule:
         return self.type is list and self.low is not None
 
     def allows(self, value: Any) -> bool:
-        """Returns True if the value has the rule's type and range; None is allowed only if `nullable`."""
+        """Returns True if the value has the rule's type and range; None is allowed only if `nullable`. Booleans are no
+        numbers, and a tuple counts as a list."""
         return self.nullable if value is None else _TESTS[self.type](self, value)
 
     @property
@@ -57,7 +58,7 @@ class Rule:
         """Returns the part of an error message after a rejected value, such as `allowed is a number from 0 to 1`.
 
         Args:
-            value: The rejected value.
+            value: The rejected value; it is not tested again.
         """
         if isinstance(value, Mapping) and self.type is dict:
             return f"allowed is {self.words} without NaN, infinity and broken text"
