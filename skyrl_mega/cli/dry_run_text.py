@@ -125,7 +125,10 @@ def _ranks(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
     """Returns the table of the ranks' places."""
     where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
     places = (*where, *_shares(ranks[0]))
-    sizes = {key.upper(): 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    layout = v["config"][name]["layout"] or v["config"]["policy"]["layout"]
+    context = "CP" if layout["context_exchange"] == "ring" else "Ulysses"
+    titles = {"tp": "TP", "cp": context, "dp": "DP", "pp": "PP", "ep": "EP", "etp": "ETP", "edp": "EDP"}
+    sizes = {title: 1 + max(rank[key] for rank in ranks) for key, title in titles.items()}
     return [
         f"{name}: {counted(len(ranks), 'rank')}, {shape(sizes)}",
         *_table(places, ranks, lambda rank: [str(rank[key]) for key in places]),

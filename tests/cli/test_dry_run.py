@@ -289,6 +289,21 @@ def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture
     assert any("a micro-batch of its own" in note for note in v["notes"])
 
 
+def test_the_exchange_of_context_ranks_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model has 4 key/value heads, which 4 context ranks split and 8 do not."""
+    layout = ["policy.layout.tensor=1", "policy.layout.context=4"]
+    ring = run(file, capsys, "--dry-run", *layout)
+    heads = run(file, capsys, "--dry-run", *layout, "policy.layout.context_exchange=all_to_all")
+    assert " CP4 " in ring and " Ulysses4 " in heads and "CP4" not in heads
+    notes = [re.search(r"a context rank receives (.*) \(docs", out) for out in (ring, heads)]
+    parts = [set(note[1].split("; ")) for note in notes if note]
+    assert (
+        len(parts) == 2 and parts[0] == parts[1] and {text.split()[-1] for text in parts[0]} == {"ring", "all_to_all"}
+    )
+    eight = run(file, capsys, "--dry-run", layout[0], "policy.layout.context=8")
+    assert "MiB with ring; all_to_all does not fit the heads (docs/speed.md)" in eight
+
+
 def test_what_engines_do_at_once_and_what_one_should_know_of_them(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,32 +30,43 @@ MODELS = {
     for name, hf in FAMILIES.items()
 }
 """Models in which every token takes all experts: with a choice, bfloat16's noise would change some tokens' experts."""
-PARALLEL = ParallelDims(2, tensor=2, expert=2)
+LAYOUTS = {
+    "tensor": ParallelDims(2, tensor=2, expert=2),
+    "ring": ParallelDims(2, context=2, expert=2),
+    "all_to_all": ParallelDims(2, context=2, expert=2, context_exchange="all_to_all"),
+}
 POLICIES = {spec: PolicyConfig(spec=spec) for spec in ("te", "local")}
 HIDDEN, GRADIENT = 0.03, 0.06
 """Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise."""
 
 
+@pytest.fixture(scope="module", params=LAYOUTS)
+def parallel(request: pytest.FixtureRequest) -> ParallelDims:
+    return LAYOUTS[request.param]
+
+
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Pass]]]:
+def passes(tmp_path_factory: pytest.TempPathFactory, parallel: ParallelDims) -> dict[str, list[dict[str, Pass]]]:
     """Returns spec → rank → family → results."""
     folder = tmp_path_factory.mktemp("families")
     for name, hf in MODELS.items():
         (folder / "model" / name).mkdir(parents=True)
         build_model_of(folder / "model" / name, hf, seed=4)
-    return run("te_families", folder, PARALLEL, POLICIES)
+    return run("te_families", folder, parallel, POLICIES)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_transformer_engine_compute_what_local_ones_do(
-    passes: dict[str, list[dict[str, Pass]]], name: str
+    passes: dict[str, list[dict[str, Pass]]], parallel: ParallelDims, name: str
 ) -> None:
     hf, latent = MODELS[name], "kv_lora_rank" in MODELS[name]
-    for rank in range(PARALLEL.ranks):
+    for rank in range(parallel.ranks):
         engine, local = (passes[spec][rank][name] for spec in ("te", "local"))
         assert engine.fused == (True, not latent) and local.fused == (False, False)
         assert off(engine.hidden, local.hidden) < HIDDEN
-        by_content = [gradients_by_content(hf, rank, spec, of) for spec, of in (("te", engine), ("local", local))]
+        by_content = [
+            gradients_by_content(hf, parallel, rank, spec, of) for spec, of in (("te", engine), ("local", local))
+        ]
         wrong = {
             content: error
             for content, gradient in by_content[1].items()
@@ -64,10 +75,12 @@ def test_layers_of_transformer_engine_compute_what_local_ones_do(
         assert not wrong
 
 
-def gradients_by_content(hf: dict[str, Any], rank: int, spec: str, of: Pass) -> dict[tuple[Any, ...], Any]:
+def gradients_by_content(
+    hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: str, of: Pass
+) -> dict[tuple[Any, ...], Any]:
     """Returns gradients by a parameter's Hugging Face tensors, without those that no token has."""
     return {
         holds: gradient
-        for name, holds in contents(hf, PARALLEL, rank, spec)
+        for name, holds in contents(hf, parallel, rank, spec)
         if (gradient := of.gradients.get(name.removeprefix("0."))) is not None and np.abs(gradient).max() > 0
     }

@@ -33,6 +33,12 @@ LAYOUTS = [
     pytest.param(2, {"expert": 2}, id="EP2"),
     pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2 VPP2", marks=pytest.mark.slow),
     pytest.param(4, {"tensor": 2, "context": 2}, id="TP2 CP2", marks=pytest.mark.slow),
+    pytest.param(
+        2,
+        {"context": 2, "context_exchange": "all_to_all"},
+        id="CP2 by heads",
+        marks=[pytest.mark.slow, pytest.mark.nightly],
+    ),
 ]
 SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
 """Optimizer settings explained in `test_loss_layouts`."""
@@ -112,7 +118,7 @@ def single(experts: Path) -> Story:
 
 @pytest.mark.parametrize(("ranks", "sizes"), LAYOUTS)
 def test_a_critic_trains_the_same_in_every_layout(
-    experts: Path, single: Story, ranks: int, sizes: dict[str, int]
+    experts: Path, single: Story, ranks: int, sizes: dict[str, Any]
 ) -> None:
     before, steps, after = story(experts, ranks, **sizes)
     for number, (a, b) in enumerate(zip(steps, single[1], strict=True)):
