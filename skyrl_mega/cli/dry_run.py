@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import generates_ahead, length_limit, max_open_trajectories
+from skyrl_mega.config.derived import engine_count, generates_ahead, length_limit, max_open_trajectories
 from skyrl_mega.config.sandboxes import evaluation_trajectories
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
@@ -214,12 +214,13 @@ def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, An
     tokens = min(row["memory"]["tokens"] for row in rows)
     return {
         "count": config.rollout.engines,
+        "servers": len(config.rollout.endpoints),
         "tensor": config.rollout.tensor,
         "workers": rows,
         "concurrency": config.rollout.concurrency,
         "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
         "usual": mean_concurrency(config, tokens, sizes),
-        "waiting": max(0, -(-sizes.sequences // config.rollout.engines) - mean_concurrency(config, tokens, sizes)),
+        "waiting": max(0, -(-sizes.sequences // engine_count(config)) - mean_concurrency(config, tokens, sizes)),
     }
 
 
@@ -275,7 +276,8 @@ def _planned_sync(config: Config, hf: Mapping[str, Any]) -> tuple[Plan, dict[str
         UserError: On GPUs, the sync exceeds `weights.timeout_s`.
     """
     start = time.process_time()
-    plan = sync_plan(config, hf)
+    # Without engines of the run, one stands for the servers of rollout.endpoints, whose layout is unknown.
+    plan = sync_plan(replace(config, rollout=replace(config.rollout, engines=max(1, config.rollout.engines))), hf)
     sync = _sync(config, plan, time.process_time() - start)
     if not on_cpu(config):
         fit.check_sync(config, sync["predicted_seconds"])

@@ -13,6 +13,7 @@ from skyrl_mega.config.checks.learning import MOST_SIMULATED
 from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.derived import (
     cutoff_note,
+    engine_count,
     engine_data,
     engine_ranks,
     expert_parallel,
@@ -54,7 +55,7 @@ def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: floa
     sizes = batch(config, parallel)
     lines = [cutoff_note(config), *unused_notes(config), *registry.unused_notes(config.telemetry)]
     lines += [*_on_model(config), *numa_warnings(config, decoder, parallel), *_on_batch(sizes), *_on_lengths(config)]
-    lines += [*_on_environments(config)]
+    lines += [*_on_environments(config), *_on_endpoints(config)]
     if not on_cpu(config):
         lines += [
             dynamic.note(config, signal),
@@ -97,11 +98,22 @@ def _on_environments(config: Config) -> Iterator[str]:
             f"--simulate compares values up to {MOST_SIMULATED}"
         )
     most = max_open_trajectories(changed(config, (("environment.slots", None),)))
-    places = min(config.rollout.engines * config.rollout.concurrency, most)
+    places = min(engine_count(config) * config.rollout.concurrency, most)
     if environment.slots is not None and environment.slots < places:
         yield (
             f"environment.slots = {environment.slots}: engines have places for up to {places:,} trajectories at once "
             "(rollout.concurrency), and wait for environments; give more slots to fill the engines"
+        )
+
+
+def _on_endpoints(config: Config) -> Iterator[str]:
+    """Yields a note about the servers of `rollout.endpoints`, which no estimate of GPUs or memory includes."""
+    servers = config.rollout.endpoints
+    if servers:
+        yield (
+            f"rollout.endpoints: {len(servers)} of {engine_count(config)} engines are servers outside of the run: "
+            "their GPUs and memory are not counted, and times assume that each is as fast as an engine of "
+            f"rollout.tensor={config.rollout.tensor} on a GPU of cluster.rates; a run asks each server before the start"
         )
 
 

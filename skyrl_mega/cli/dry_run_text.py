@@ -93,7 +93,7 @@ def _tightest(v: Values) -> tuple[int, str]:
     free = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
     if v["shared"]:
         free = {"the fullest shared GPU": v["shared"]["margin"]} | free
-    else:
+    elif v["engines"]["count"]:
         worker = max(row["memory"]["peak"] for row in v["engines"]["workers"])
         free[f"an engine worker ({_gib(worker)} GiB)"] = v["gpu_memory"] - worker
     first = next(iter(free))
@@ -164,8 +164,11 @@ def _engines(v: Values) -> list[str]:
         return [*(str(worker[key]) for key in places), *(_gib(memory[key]) for key in keys), f"{memory['tokens']:,}"]
 
     longest = counted(e["at_once"], "sequence")
+    servers = f", beside {counted(e['servers'], 'server')} outside of the run" * bool(e["servers"])
+    stands = "" if e["count"] else ", of an engine that stands for each server"
     return [
-        f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
+        f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}{servers}; GiB of "
+        f"one worker{stands}",
         *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
         f"  at once: {longest} of maximum length, {e['usual']} of mean length; "
         f"rollout.concurrency is {e['concurrency']}; {e['waiting']:,} more wait",

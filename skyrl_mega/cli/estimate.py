@@ -58,8 +58,10 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
                     name = f"memory/{role}_{phase}_gib"
                     memory[name] = max(memory.get(name, 0), _torch_bytes(kinds) + process)
     workers = [row["memory"] for row in v["engines"]["workers"]]
-    memory["memory/engine_generate_gib"] = max(_torch_bytes(m["phases"]["generate"]) for m in workers) + process
-    if not v["gpu_memory"] or v["config"]["residency"]["keep"] is None:  # else torch counts unmapped memory
+    if v["engines"]["count"]:
+        memory["memory/engine_generate_gib"] = max(_torch_bytes(m["phases"]["generate"]) for m in workers) + process
+    resident = not v["gpu_memory"] or v["config"]["residency"]["keep"] is None
+    if v["engines"]["count"] and resident:  # else torch counts unmapped memory
         memory["memory/engine_sync_gib"] = max(_torch_bytes(m["phases"]["sync"]) + m["sync"] for m in workers) + process
     memory["memory/host_gib"] = max(node["host_memory_total"] for node in v["nodes"])
     if shared := v["shared"]:
@@ -82,9 +84,10 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     }
     if seconds["ahead"]:  # engines work in all phases of a step, so no engine rate is measured
         return metrics
+    count = max(1, engines["count"] + engines["servers"])
     return metrics | {
         "perf/generate_tokens_per_s": written / (seconds["generate"] + seconds["tools"]),
-        "perf/decode_tokens_per_s_per_engine": written / seconds["generate"] / engines["count"],
+        "perf/decode_tokens_per_s_per_engine": written / seconds["generate"] / count,
         "perf/tokens_per_engine_step": engines["usual"] * engines["tensor"] / len(engines["workers"]),
     }
 

@@ -20,6 +20,7 @@ from skyrl_mega.config.checks.policy import check_speed
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
+from skyrl_mega.engines.external.open import check_servers
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
 from skyrl_mega.hf_checkpoint.copied import unread_note
@@ -35,7 +36,8 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     """Checks all inputs of a run, without building or starting anything. Does not check devices and memory.
 
     Covers trackers, advantage estimator and loss, environments, models, parallel layouts, every row of the data files,
-    chat template and tools. A missing data file is an error unless `data.prepare` will create it.
+    chat template and tools. A missing data file is an error unless `data.prepare` will create it. The servers of
+    `rollout.endpoints` must answer.
 
     Args:
         config: The settings.
@@ -67,6 +69,8 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     check_chat(config, hf)
     check_tools(config)
     check_agents(config, environment_names(config))
+    if config.rollout.endpoints:
+        check_servers(config, architecture(hf).describe(hf).vocab)
     return hf
 
 

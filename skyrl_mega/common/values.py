@@ -38,6 +38,8 @@ class Rule:
     """Allowed texts; for a list, the allowed entries."""
     empty: bool = True
     """True if text, or an entry of a list, may be empty."""
+    mappings: bool = False
+    """True for a list of mappings instead of text."""
 
     @property
     def numbers(self) -> bool:
@@ -69,6 +71,8 @@ class Rule:
         if self.choices:
             return f"{'a list of' if self.type is list else 'one of'} {', '.join(self.choices)}"
         text = "a list of whole numbers, each" if self.numbers else WORDS.get(self.type, "a mapping")
+        if self.mappings:
+            return "a list of mappings"
         if not self.empty:
             text += " that is not empty" if self.type is str else ", none empty"
         if self.above is not None:
@@ -94,6 +98,8 @@ class Rule:
         return fits and (self.empty or value != "") and (not self.choices or value in self.choices)
 
     def _list(self, value: Any) -> bool:
+        if self.mappings:
+            return isinstance(value, list | tuple) and all(isinstance(e, Mapping) and self._mapping(e) for e in value)
         return isinstance(value, list | tuple) and all(map(self._number if self.numbers else self._text, value))
 
     def _mapping(self, value: Any) -> bool:

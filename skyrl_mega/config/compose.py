@@ -251,9 +251,10 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         value = known[key].metadata.get("former", {}).get(value, value)
     if key in known and known[key].type is list and not known[key].rule.numbers and isinstance(value, list):
         for entry in value:
-            if not isinstance(entry, str):
+            kind, word = (dict, "mapping") if known[key].rule.mappings else (str, "text")
+            if not isinstance(entry, kind):
                 raise UserError(
-                    f"{_shown_masked(entry, key)} is no text; allowed is {known[key].allowed}",
+                    f"{_shown_masked(entry, key)} is no {word}; allowed is {known[key].allowed}",
                     key=key,
                     value=_shown_masked(value, key),
                 )

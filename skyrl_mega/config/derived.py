@@ -35,6 +35,11 @@ def evaluation_concurrency(config: Config, endpoint: bool) -> int:
     return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
 
 
+def engine_count(config: Config) -> int:
+    """Returns the number of engines with the servers of `rollout.endpoints`, at least 1."""
+    return max(1, config.rollout.engines + len(config.rollout.endpoints))
+
+
 def policy_ranks(config: Config) -> int:
     """Returns the number of policy ranks: `policy.ranks`, or all GPUs of the cluster if null."""
     return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node

@@ -50,6 +50,7 @@ class Key:
             metadata.get("high"),
             choices=metadata.get("allowed", ()),
             empty=metadata.get("empty", True),
+            mappings=metadata.get("mappings", False),
         )
 
     @property

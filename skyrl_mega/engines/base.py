@@ -92,6 +92,8 @@ class Facts:
     """Bytes of the KV cache in each worker."""
     weights: str = GROUP
     """How the engine takes new weights: `GROUP`, `FILES` or `DIRECTORY` of `weights.members`."""
+    foreign: bool = False
+    """True for a server outside of the run (`ForeignEngine`), whose word about its weights is not enough."""
 
 
 class Engine(Protocol):
@@ -251,3 +253,19 @@ class Engine(Protocol):
         Raises:
             Exception: The engine is dead.
         """
+
+
+class ForeignEngine(Engine, Protocol):
+    """An engine whose server is not the run's. After each update the driver compares log-probs with the policy's before
+    tokens of the new version reach a trajectory.
+    """
+
+    async def sample_probes(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        """Returns completions with the weights of the last update, in the order of `requests`; also before `trust`.
+
+        Raises:
+            EngineDied: The server is gone.
+        """
+
+    async def trust(self) -> None:
+        """Releases the completions held back since the last update."""

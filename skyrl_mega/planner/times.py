@@ -18,6 +18,7 @@ from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.derived import (
     CACHE_FILL,
     eager,
+    engine_count,
     engine_data,
     engine_ranks,
     fused,
@@ -200,11 +201,11 @@ def _round_times(
     `environment.workers` at once, take longer than everything else, or if trajectories take turns in
     `environment.slots`.
     """
-    per_engine = -(-sequences // config.rollout.engines)
+    per_engine = -(-sequences // engine_count(config))
     full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
     slots = environment_slots(config.environment)
     if slots is not None:
-        full = min(full, slots / config.rollout.engines)
+        full = min(full, slots / engine_count(config))
     prompt = max(0.0, sizes.mean - sizes.generated)
     prefill = per_engine * prompt * prefill_time(config, decoder, prompt)
     continuous = generates_ahead(config.asynchrony) and config.asynchrony.mode == "full"
@@ -261,7 +262,7 @@ def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
     """
     rollout = config.rollout
     tokens *= engine_data(rollout)
-    per_engine = -(-sizes.sequences // rollout.engines)
+    per_engine = -(-sizes.sequences // engine_count(config))
     longest = sizes.mean - sizes.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
     return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(CACHE_FILL * tokens / longest)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from skyrl_mega.config.derived import engine_data
+from skyrl_mega.config.derived import engine_count, engine_data
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -52,7 +52,7 @@ class Rates:
             scaled, memory.tokens, replace(step_batch, prompts=step_batch.prompts * steps_under_way(config))
         )
         return cls(
-            engines=config.rollout.engines,
+            engines=engine_count(config),
             speed=Speed(
                 seconds=(0.0, *(decode(running) for running in range(1, places + 1))),
                 prefill_s=prefill_time(scaled, model, step_batch.mean),

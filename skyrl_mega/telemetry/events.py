@@ -16,6 +16,7 @@ Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `
 | `actor_lost` | an engine or a rollout worker is restarted after a crash | of `fault`; `restarts_left` |
 | `actor_given_up` | no restart is left for an engine or a rollout worker | of `actor_lost` |
 | `actor_back` | its replacement is up | `actor`, `rank` |
+| `engine_differs` | an endpoint has other weights than it states | `actor`, `rank`, `version`, `problem` |
 | `retriever_lost` | the retrieval service ended | `code`, `restarted` |
 | `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |
 | `failures` | environments failed in a step | `step`, `of`, `kinds` (of `trainer.health.failures.FailureKind`) |

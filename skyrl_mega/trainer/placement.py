@@ -26,7 +26,7 @@ class Reservations:
     reference: Placement | None = None
     critic: Placement | None = None
     engines: Placement | None = None
-    """Also None if the engines share the policy's GPUs, known only after the ranks started."""
+    """Also None without engines, and if the engines share the policy's GPUs, known only after the ranks started."""
 
 
 def reserve_run(config: Config, device: str) -> Reservations:
@@ -43,7 +43,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
             _reserve_ranks(planned, planned.policy),
             _reserve_ranks(planned, planned.reference) if planned.reference else None,
             _reserve_ranks(planned, planned.critic) if planned.critic else None,
-            None if config.cluster.shared else reserve(engines, gpus=engine_ranks(config.rollout)),
+            None if config.cluster.shared or not engines else reserve(engines, gpus=engine_ranks(config.rollout)),
         )
     nodes = responding_nodes()
     if len(nodes) == 1:

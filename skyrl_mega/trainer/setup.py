@@ -16,7 +16,14 @@ from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.cluster.temporary_files import temporary_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough
-from skyrl_mega.config.derived import critic_ranks, engine_ranks, gpus_needed, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import (
+    critic_ranks,
+    engine_count,
+    engine_ranks,
+    gpus_needed,
+    policy_ranks,
+    reference_ranks,
+)
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.data.order import PromptStream
@@ -59,6 +66,7 @@ from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.trainer.start_workers import start_workers
 from skyrl_mega.trainer.timelines import Timelines
+from skyrl_mega.trainer.trust import Trust
 from skyrl_mega.weights.files.driver import store_address
 from skyrl_mega.weights.files.store import SCHEME
 from skyrl_mega.weights.sync import WeightSync
@@ -138,14 +146,19 @@ def with_absolute_files(config: Config) -> Config:
 
 def weight_sync(setup: Setup, policy: TrainGroup, fleet: Fleet) -> WeightSync:
     """Returns the weight sync from the policy to the engines; weights for engines that read Hugging Face directories
-    are written beside the run's weight files."""
+    are written beside the run's weight files. A server of `rollout.endpoints` serves only after its log-probs are the
+    policy's."""
     config, run_folder = setup.config, setup.folder.absolute()
     address = store_address(config, run_folder)
     folder = run_folder if SCHEME in address else Path(address)
     directory = VersionDirectories(folder / "directories", lambda path: policy.export(path, setup.model))
-    return WeightSync(
+    sync = WeightSync(
         policy.group, fleet, setup.hf, config, plans=run_folder / "plans", say=setup.say, directory=directory
     )
+    if config.rollout.endpoints:
+        vocab = architecture(setup.hf).describe(setup.hf).vocab
+        sync.verify = Trust(config, policy, fleet, vocab, setup.say).verify
+    return sync
 
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
@@ -241,7 +254,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     meters = Meters({model.group.name: model.group for model in models if model}, fleet)
     slots = generator.slots.use if generator.slots.most is not None else None
     concurrent_calls = config.environment.workers
-    timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=concurrent_calls)
+    timelines = Timelines(setup.folder, generator.timeline, engines=engine_count(config), slots=concurrent_calls)
     written_timelines = timelines if generator.counts_are_read else None
     return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, written_timelines)
 

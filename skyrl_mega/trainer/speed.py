@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from skyrl_mega.batch.samples import Samples
-from skyrl_mega.config.derived import engine_data, policy_ranks
+from skyrl_mega.config.derived import engine_count, engine_data, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.decode import reads
@@ -64,7 +64,7 @@ def decoding_speed(
         seconds: Duration of the phase, above 0.
     """
     written, attended = response_tokens(trajectories)
-    metrics = {"perf/decode_tokens_per_s_per_engine": written / seconds / config.rollout.engines}
+    metrics = {"perf/decode_tokens_per_s_per_engine": written / seconds / engine_count(config)}
     count = sum(sum(steps.values()) for steps in workers)
     if not count:
         return metrics
@@ -73,7 +73,7 @@ def decoding_speed(
     if config.cluster.device == "cuda":
         reading, replicas = reads(config, model), engine_data(config.rollout)
         weights = sum(times * reading.weights(n * replicas) for steps in workers for n, times in steps.items())
-        cache = attended / (config.rollout.engines * replicas) * reading.per_token
+        cache = attended / (engine_count(config) * replicas) * reading.per_token
         rate = (weights / len(workers) + cache) / seconds
         metrics["perf/decode_bandwidth_share"] = rate / (config.cluster.rates.memory_gb_s * 1e9)
     return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, settle
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec, gather, settle
 from skyrl_mega.cluster.placement import Placement, on_gpus_of
 from skyrl_mega.config.derived import (
     POLICY_ENVIRONMENT,
@@ -29,6 +29,10 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.precision import environment as precision_environment
 from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.external.actor import ExternalEngine
+from skyrl_mega.engines.external.open import ExternalSpec
+from skyrl_mega.engines.external.open import specs as external_specs
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.megatron.actor import MegatronActor
@@ -339,6 +343,26 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
     setup.stack.callback(group.shutdown)
     with setup.stages.stage("engine", "load the model", config.rollout.engines) as waiting:
         facts = group.call_all("start", timeout=setup.timeout_s, waiting=waiting)
+    servers = external_specs(config, architecture(setup.hf).describe(setup.hf).vocab) if weights == "dummy" else []
+    facts += reach_servers(setup, group, servers)
     fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say, facts=facts)
+    fleet.joined.update(range(config.rollout.engines, len(group)))  # a lost server does not end the run
     setup.stack.callback(fleet.close)
     return fleet
+
+
+def reach_servers(setup: Setup, group: ActorGroup, servers: Sequence[ExternalSpec]) -> list[Facts]:
+    """Adds an actor to the engines for each server of `rollout.endpoints`; waits until the servers answer, and returns
+    their facts.
+
+    Raises:
+        UserError: A server does not fit the run.
+        ActorFailed, ActorTimeout: A server did not answer within `setup.timeout_s`.
+    """
+    if not servers:
+        return []
+    first = len(group)
+    with setup.stages.stage("engine", "reach the servers of rollout.endpoints", len(servers)) as waiting:
+        group.extend([ActorSpec(ExternalEngine, {"spec": spec}) for spec in servers], timeout=setup.timeout_s)
+        calls = [group.submit(rank, "start") for rank in range(first, len(group))]
+        return gather(calls, setup.timeout_s, waiting)

@@ -14,9 +14,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, Outcomes, PendingCall, cause_of, describe, gather, settle
 from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, differences, plan_placement
+from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.executor import ExchangeReport
@@ -105,6 +107,8 @@ class WeightSync:
         self.transfers = 0
         self.failures = 0
         """Failed transfers over the whole run."""
+        self.verify: Callable[[list[int], int], list[int]] = lambda engines, version: engines
+        """Receives the updated engines and the version; returns the engines that may serve."""
 
     @property
     def group_name(self) -> str:
@@ -158,7 +162,8 @@ class WeightSync:
                 if blameless == BLAMELESS:
                     failed.outcomes.raise_first()
                 continue
-            serving = [e for e in members if e in (*self.members, *self.fetchers)]
+            updated = [e for e in members if e in (*self.members, *self.fetchers)]
+            serving = self.verify(updated, version)
             self.fleet.serve(serving)
             return metrics | {
                 "time/sync/plan": connected - start,
@@ -245,13 +250,22 @@ class WeightSync:
     def _current_placement(self, engines: list[int]) -> RunPlacement:
         """Returns the actual placement of the policy and of the engines with these ranks; reports differences from the
         planned placement."""
-        where = [self.fleet.group.where[rank] for rank in engines]
+        where = [self._location(rank) for rank in engines]
         placement = actual_placement(self.config, self.policy.where, where)
         text = differences(plan_placement(self.config), placement)
         if text and placement != self.placement:
             self.say(f"the processes are not placed as planned: {text}")
         self.placement = placement
         return placement
+
+    def _location(self, engine: int) -> Location:
+        """Returns the location of an engine; a server outside of the run counts as a node of its own."""
+        location = self.fleet.group.where[engine]
+        if engine < self.config.rollout.engines or not self.fleet.facts[engine].foreign:
+            return location
+        return replace(
+            location, node=f"server {engine}", gpus=tuple(map(str, range(engine_ranks(self.config.rollout))))
+        )
 
     def _plan(self, connection: Connection) -> Plan:
         """Returns the transfer plan of the connected engines.

@@ -21,7 +21,13 @@ from skyrl_mega.config.checks.devices import (
     check_profile,
     check_residency,
 )
-from skyrl_mega.config.checks.engines import check_endpoint, check_rollout, check_topology, check_wire
+from skyrl_mega.config.checks.engines import (
+    check_endpoint,
+    check_endpoints,
+    check_rollout,
+    check_topology,
+    check_wire,
+)
 from skyrl_mega.config.checks.generators import check_generator
 from skyrl_mega.config.checks.learning import check_algorithm, check_asynchrony, check_critic, check_samples
 from skyrl_mega.config.checks.policy import check_replay, check_speed
@@ -72,6 +78,7 @@ def check(config: Config, *, planned: bool = False) -> None:
         check_rollout,
         check_generator,
         check_wire,
+        check_endpoints,
     ):
         check_relations(config)
     check_cluster(config, planned)

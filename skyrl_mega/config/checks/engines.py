@@ -154,6 +154,22 @@ def check_topology(c: Config) -> Refusals:
 
 
 @raising
+def check_endpoints(c: Config) -> Refusals:
+    """Raises a UserError for settings that engines outside of the run (`rollout.endpoints`) cannot follow."""
+    if not c.rollout.engines and c.cluster.shared:
+        why = "rollout.engines = 0: no engine of the run shares the policy's GPUs"
+        yield "cluster.shared", why, "give cluster.shared=false"
+    if not c.rollout.endpoints:
+        return
+    if c.policy.moe.replay == "rollout":
+        why = "servers in rollout.endpoints return no expert routes"
+        yield "policy.moe.replay", why, "give off or policy, or no rollout.endpoints"
+    if c.run.deterministic:
+        why = "servers in rollout.endpoints batch requests by time"
+        yield "run.deterministic", why, "give false, or no rollout.endpoints"
+
+
+@raising
 def check_wire(c: Config) -> Refusals:
     """Raises a UserError for engines with quantised weights in a format that no weight sync sends."""
     options, key = c.rollout.options, "rollout.options.quantization"

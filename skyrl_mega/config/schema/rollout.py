@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
 
 
@@ -35,8 +36,13 @@ class SamplingConfig:
 class RolloutConfig:
     """Settings of the vLLM engines, and limits of trajectories in the agent loop."""
 
-    engines: int = between(1, MOST, 1)
-    """Number of engines; each runs in a separate actor."""
+    engines: int = between(0, MOST, 1)
+    """Number of engines; each runs in a separate actor. 0 is possible with `endpoints`."""
+    endpoints: list[dict[str, Any]] = field(default_factory=list, metadata={"mappings": True})
+    """Inference servers that the run uses and does not start (docs/endpoints.md). Keys of an entry: `url`; `kind`:
+    `vllm` (the default), `sglang` or `path:Class`; `sync`, the way of new weights: `group`, `files` or `directory`;
+    `token_env`, the environment variable with the API key; `concurrency`, most requests at once; `max_difference`, the
+    largest mean difference of log-probs after a weight sync, in nats; `options`, further fields of requests."""
     tensor: int = at_least(1, 1)
     """Tensor parallel size of an engine."""
     memory_fraction: float = between(0, 1, 0.6)
@@ -106,8 +112,11 @@ class RolloutConfig:
     """Additional vLLM engine arguments, under vLLM's names."""
 
     def refusals(self) -> Refusals:
-        """Yields refusals of token limits that leave no space for a prompt of maximum length or for a turn, and of
-        options without a generator."""
+        """Yields refusals of a run without engines, of entries of `endpoints`, of token limits that leave no space for
+        a prompt of maximum length or for a turn, and of options without a generator."""
+        if not self.engines and not self.endpoints:
+            yield "rollout.engines", "nothing would generate; give at least 1, or rollout.endpoints"
+        yield from endpoint_refusals(self.endpoints)
         if self.generator is None and self.generator_options:
             yield "rollout.generator_options", "there is no generator; give rollout.generator, or leave the options out"
         if self.sampling.max_tokens > (self.max_response_tokens or self.sampling.max_tokens):

@@ -1,0 +1,112 @@
+"""An entry of `rollout.endpoints`: an inference server that the run uses and does not start (docs/endpoints.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional
+from urllib.parse import urlsplit
+
+from skyrl_mega.config.schema.fields import MOST, Refusals
+
+KINDS = ("vllm", "sglang")
+"""Kinds of servers with a client in this project; any other kind is an import path."""
+SYNCS = {"vllm": ("group", "files", "directory"), "sglang": ("directory",)}
+"""Kind → ways of new weights, the default first. A user's class takes a directory."""
+KEY = "rollout.endpoints"
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """An inference server outside of the run."""
+
+    url: str
+    """Base address: `http://host:port` or `https://…`."""
+    kind: str = "vllm"
+    """`vllm`, `sglang`, or `path:Class`, a class of six methods."""
+    sync: Optional[str] = None
+    """How the server takes new weights: `group`, `files` or `directory`; null is the first of `SYNCS`."""
+    token_env: Optional[str] = None
+    """Name of the environment variable with the server's API key."""
+    concurrency: Optional[int] = None
+    """Most requests at once; null is `rollout.concurrency`."""
+    max_difference: Optional[float] = None
+    """Largest mean difference in nats between the log-probs of server and policy after a weight sync; null follows
+    `health.mismatch`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request's sampling parameters, or the options of a user's class."""
+
+    @property
+    def way(self) -> str:
+        """How the server takes new weights: `group`, `files` or `directory`."""
+        return self.sync or SYNCS.get(self.kind, ("directory",))[0]
+
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "url": (str,),
+    "kind": (str,),
+    "sync": (str, type(None)),
+    "token_env": (str, type(None)),
+    "concurrency": (int, type(None)),
+    "max_difference": (int, float, type(None)),
+    "options": (dict,),
+}
+"""Key of an entry → allowed types."""
+
+
+def entries(endpoints: Sequence[Mapping[str, Any]]) -> list[EndpointConfig]:
+    """Returns the entries of `rollout.endpoints`, which `refusals` accepted."""
+    return [EndpointConfig(**entry) for entry in endpoints]
+
+
+def refusals(endpoints: Sequence[Mapping[str, Any]]) -> Refusals:
+    """Yields refusals of entries: unknown keys, values of other types, invalid addresses and ways of weights."""
+    known = [entry_field.name for entry_field in fields(EndpointConfig)]
+    for number, entry in enumerate(endpoints):
+        key = f"{KEY}.{number}"
+        if unknown := [name for name in entry if name not in known]:
+            yield f"{key}.{unknown[0]}", f"there is no such key; allowed are {', '.join(known)}", "", ""
+            return
+        if "url" not in entry:
+            yield key, "the address is missing; give url, such as http://127.0.0.1:8000", "", ""
+            return
+        for name, value in entry.items():
+            if not isinstance(value, TYPES[name]) or isinstance(value, bool):
+                names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in TYPES[name])
+                yield f"{key}.{name}", f"allowed is {names}", "", str(value)
+                return
+        yield from _refusals(key, EndpointConfig(**entry))
+    urls = [entry["url"].rstrip("/") for entry in endpoints]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield KEY, f"{url} is listed twice", "give it once", ""
+
+
+def _refusals(key: str, entry: EndpointConfig) -> Refusals:
+    if problem := url_problem(entry.url):
+        yield f"{key}.url", problem, "", "" if "@" in entry.url else entry.url
+    if entry.kind not in KINDS and ":" not in entry.kind:
+        yield f"{key}.kind", f"allowed is {', '.join(KINDS)} or path:Class (docs/endpoints.md)", "", entry.kind
+    elif entry.way not in SYNCS.get(entry.kind, ("directory",)):
+        allowed = ", ".join(SYNCS.get(entry.kind, ("directory",)))
+        yield f"{key}.sync", f"kind={entry.kind} takes weights by {allowed}", "", entry.way
+    if entry.concurrency is not None and not 1 <= entry.concurrency <= MOST:
+        yield f"{key}.concurrency", f"allowed is a whole number from 1 to {MOST}", "", str(entry.concurrency)
+    if entry.max_difference is not None and not 0 < entry.max_difference < 100:
+        yield f"{key}.max_difference", "allowed is a number above 0 and below 100", "", str(entry.max_difference)
+
+
+def url_problem(url: str) -> str:
+    """Returns the reason why an address cannot be used; "" for a usable address."""
+    allowed = "allowed is http://host:port or https://…"
+    try:
+        parsed = urlsplit(url)
+        port = parsed.port
+    except ValueError as error:
+        return f"{error}; {allowed}"
+    if parsed.scheme not in ("http", "https") or not parsed.hostname or port == 0:
+        return allowed
+    if "@" in parsed.netloc:
+        return "the address must not contain a password; give token_env, the environment variable with the API key"
+    if parsed.query or parsed.fragment:
+        return f"{allowed}, without a query"
+    return ""

@@ -1,0 +1,196 @@
+"""A `vllm serve` elsewhere: tokens by its `/inference/v1/generate`, weights by the routes of its development mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from skyrl_mega.engines.base import Request, Sampling
+from skyrl_mega.engines.external.http import HttpServer
+from skyrl_mega.engines.external.server import (
+    Chunk,
+    ServerAddress,
+    ServerFacts,
+    ServerGone,
+    ServerRefused,
+    stated_version,
+)
+
+PLUGIN = "skyrl_mega.engines.vllm.transfer.WorkerExtension"
+"""Worker extension of this project, as vLLM shows it in its configuration."""
+UPDATE_S = 3600.0
+"""Seconds for a step of a weight update; the driver's own limit (`weights.timeout_s`) ends the wait earlier."""
+POLL_S = 0.2
+"""Seconds between questions for the end of a download."""
+COMMAND_S = 120.0
+"""Seconds for a pause, a resume or a flush."""
+DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 (docs/endpoints.md)"
+
+
+class VllmServer(HttpServer):
+    """The client of a vLLM server; implements `server.ReceivingServer`.
+
+    Args:
+        address: The server.
+    """
+
+    def __init__(self, address: ServerAddress) -> None:
+        super().__init__(address)
+        self.plugin = False
+
+    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk]:
+        """Streams the tokens of a request; the server states the weight version of each token."""
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "stop_token_ids": list(sampling.stop_tokens),
+            "include_stop_str_in_output": True,
+            "detokenize": bool(sampling.stop),
+            "logprobs": 0,
+        }
+        if sampling.stop:
+            parameters["stop"] = list(sampling.stop)
+        body = {
+            "request_id": request.id,
+            "token_ids": list(request.tokens),
+            "sampling_params": {**parameters, **self.address.options},
+            "stream": True,
+        }
+        async for event in self.stream("/inference/v1/generate", body):
+            for choice in event.get("choices") or ():
+                yield _chunk(choice)
+
+    async def describe(self, vocab: int) -> ServerFacts:
+        """Asks for the model's limits and for the configuration, which shows the plug-in. The configuration does not
+        show the vocabulary: the server must accept the last token id as a prompt, and refuse the next.
+
+        Raises:
+            ServerRefused: The server is no vLLM, not in development mode, or does not take tokens.
+        """
+        models = await self.get("/v1/models")
+        try:
+            config = (await self.get("/server_info?config_format=json"))["vllm_config"]
+            world = await self.get("/get_world_size")
+        except ServerRefused as error:
+            raise ServerRefused(f"{error}; {DEVELOPMENT}") from None
+        try:
+            model, parallel = config["model_config"], config["parallel_config"]
+            if (mode := model.get("logprobs_mode")) != "processed_logprobs":
+                raise ServerRefused(f"its logprobs_mode is {mode}; start it with --logprobs-mode processed_logprobs")
+            backend = (config.get("weight_transfer_config") or {}).get("backend")
+            self.plugin = parallel.get("worker_extension_cls") == PLUGIN and backend == "skyrl_mega"
+            cache = config["cache_config"].get("kv_cache_size_tokens")
+            return ServerFacts(
+                max_length=models["data"][0]["max_model_len"],
+                vocab=vocab if await self._knows_exactly(vocab) else -1,
+                cache_tokens=cache if isinstance(cache, int) and cache > 0 else None,
+                workers=world["world_size"],
+                plugin=self.plugin,
+            )
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ServerGone(f"/server_info has an unknown form: {type(error).__name__} {error}") from None
+
+    async def _knows_exactly(self, vocab: int) -> bool:
+        """Returns True if `vocab` is the number of the model's token ids."""
+        async for _ in self.generate(Request("vocabulary", [vocab - 1], 1, 0), Sampling()):
+            pass
+        try:
+            async for _ in self.generate(Request("vocabulary", [vocab], 1, 0), Sampling()):
+                pass
+        except ServerRefused:
+            return True
+        return False
+
+    async def version(self) -> int:
+        """Asks for the version of the weights; 0 for a version that no sync set."""
+        answer = await self.get("/weight_info")
+        return stated_version(answer.get("weight_version") if isinstance(answer, dict) else None)
+
+    async def update(self, source: Mapping[str, Any], version: int) -> None:
+        """Makes every worker load a Hugging Face directory: with the plug-in by its own loader, else by vLLM's
+        `reload_weights`."""
+        seconds, path = source["timeout_s"], source["path"]
+        if self.plugin:
+            await self._workers("load_files", [path], seconds)
+        else:
+            await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, seconds)
+        await self.post("/update_weight_version", {"new_version": str(version)}, COMMAND_S)
+
+    async def pause(self) -> None:
+        """Freezes the requests under way."""
+        await self.post("/pause?mode=keep", None, COMMAND_S)
+
+    async def resume(self) -> None:
+        """Continues the frozen requests."""
+        await self.post("/resume", None, COMMAND_S)
+
+    async def flush(self) -> None:
+        """Drops the cache of prefixes, and of requests under way, which compute their tokens again."""
+        answer = await self.post("/reset_prefix_cache?reset_running_requests=true", None, COMMAND_S)
+        if answer != {"success": True}:
+            raise ServerGone(f"/reset_prefix_cache answered {str(answer)[:200]}")
+
+    # ---- weights with the plug-in ----------------------------------------------------------------------------------
+
+    async def connect(self, info: dict[str, Any]) -> None:
+        """Connects every worker to the process group of weight transfers."""
+        await self.post("/init_weight_transfer_engine", {"init_info": info}, UPDATE_S)
+
+    async def fetch(self, source: dict[str, Any], version: int) -> None:
+        """Makes every worker download its shard."""
+        await self._workers("start_fetch", [source], COMMAND_S)
+        while any(state is None for state in await self._workers("fetch_state", [], COMMAND_S)):
+            await asyncio.sleep(POLL_S)  # the download is bounded by the source's own limit
+
+    async def begin(self) -> None:
+        """Opens every worker's parameters for writing."""
+        await self.post("/start_weight_update", None, COMMAND_S)
+
+    async def receive(self, checksums: bool) -> None:
+        """Receives or installs the weights of every worker."""
+        await self.post("/update_weights", {"update_info": {"checksums": checksums}}, UPDATE_S)
+
+    async def end(self, version: int) -> list[dict[str, float]]:
+        """Installs the weights as `version` and returns each worker's report."""
+        await self.post("/finish_weight_update", {"weight_version": str(version)}, COMMAND_S)
+        return await self._workers("transfer_report", [], COMMAND_S)
+
+    async def abandon(self) -> None:
+        """Abandons an update in every worker."""
+        await self._workers("abandon_update", [], COMMAND_S)
+
+    async def compare(self) -> list[dict[str, Any]]:
+        """Compares every worker's weights with the policy's."""
+        return await self._workers("check_weights", [], UPDATE_S)
+
+    async def probe(self) -> None:
+        """Waits for an answer of every worker."""
+        await self._workers("transfer_report", [], UPDATE_S)
+
+    async def _workers(self, method: str, args: list[Any], seconds: float) -> list[Any]:
+        answer = await self.post("/collective_rpc", {"method": method, "args": args}, seconds)
+        results = answer.get("results") if isinstance(answer, dict) else []
+        return results if isinstance(results, list) else []
+
+
+def _chunk(choice: Mapping[str, Any]) -> Chunk:
+    """Returns the tokens of an event; the last event of a request states the weight version of each token.
+
+    Raises:
+        ServerGone: A field is missing or of another type.
+    """
+    try:
+        tokens = choice["token_ids"] or []
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if [entry["token_id"] for entry in content] != tokens:
+            raise ServerGone("log-probs came for other tokens")
+        logprobs = [entry["logprob"] for entry in content]
+        spans = choice.get("weight_versions") or []
+        versions = tuple((stated_version(span["version"]), int(span["start"])) for span in spans)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ServerGone(f"an event of /inference/v1/generate has an unknown form: {error!r}") from None
+    return Chunk(tokens, logprobs, choice.get("finish_reason"), versions)

@@ -1,0 +1,173 @@
+"""The comparison that a server outside of the run must pass after each weight sync: its log-probs with the policy's.
+
+A server states the version of its weights, and may be wrong: a load that failed silently, another model, a cache of old
+prefixes. Each such server continues a few fixed prompts. The policy computes the log-probs of these tokens in a forward
+pass of some dozen tokens, with the weights just sent. Until then the server's completions are held back, so no token
+of wrong weights reaches a trajectory.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skyrl_mega.cluster.fleet import Fleet
+from skyrl_mega.cluster.group import describe, settle
+from skyrl_mega.config.derived import engine_precision, length_limit
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.endpoints import entries
+from skyrl_mega.engines.base import Completion, Request, Sampling
+from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.telemetry.events import Event
+from skyrl_mega.trainer.health.mismatch import ALARM_MEAN
+from skyrl_mega.trajectories.sequences import Sequences
+
+PROMPTS, PROMPT, TOKENS = 4, 8, 12
+"""Number of probes, their length, and the tokens that a server continues each with."""
+MOVED = 1e-3
+"""Change of the policy's log-probs, in nats, from which a server cannot answer as before the sync."""
+ANSWER_S = 120.0
+"""Seconds for the servers to continue the probes."""
+TWICE = 2
+"""Failed comparisons in a row after which a server is left out for good."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A server's completions of the probes, beside the policy's log-probs of the same tokens."""
+
+    completions: list[Completion]
+    policy: list[np.ndarray]
+    """Log-probs of each completion's tokens."""
+
+    @property
+    def difference(self) -> float:
+        """Mean absolute difference over all tokens, in nats; infinite without tokens."""
+        pairs = zip(self.completions, self.policy, strict=True)
+        differences = np.concatenate([np.abs(np.asarray(c.logprobs) - p) for c, p in pairs] or [np.zeros(0)])
+        return float(differences.mean()) if len(differences) else math.inf
+
+    def repeats(self, earlier: Answers) -> bool:
+        """Returns True if every token and log-prob equals an earlier answer, bit for bit."""
+        return [(list(c.tokens), list(c.logprobs)) for c in self.completions] == [
+            (list(c.tokens), list(c.logprobs)) for c in earlier.completions
+        ]
+
+    def moved(self, earlier: Answers) -> float:
+        """Returns the largest change of the policy's log-probs since an earlier answer of the same tokens."""
+        return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(self.policy, earlier.policy, strict=True))
+
+
+class Trust:
+    """The comparisons of all servers outside of a run (`rollout.endpoints`).
+
+    Args:
+        config: The settings.
+        policy: The policy, with the parameters on the devices when `verify` is called.
+        fleet: The engines.
+        vocab: Number of token ids.
+        say: Prints a message for the user.
+    """
+
+    def __init__(
+        self, config: Config, policy: TrainGroup, fleet: Fleet, vocab: int, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.policy, self.fleet, self.say = config, policy, fleet, say
+        self.requests = probes(vocab, length_limit(config.rollout))
+        self.sampling = Sampling(temperature=config.rollout.sampling.temperature or 1.0)
+        self.earlier: dict[int, Answers] = {}
+        """Engine rank → answers after its last comparison."""
+        self.failures: dict[int, int] = {}
+        """Engine rank → failed comparisons in a row."""
+
+    def verify(self, ranks: list[int], version: int) -> list[int]:
+        """Returns the engines that may serve `version`: those of the run, and the servers whose log-probs are the
+        policy's. Other servers are retired, or left out after `TWICE` failures in a row, with a message.
+
+        Raises:
+            ActorFailed: A policy rank failed, or no restart is left.
+        """
+        foreign = [rank for rank in ranks if getattr(self.fleet.facts[rank], "foreign", False)]
+        if not foreign:
+            return ranks
+        outcomes = settle(self.fleet.submit(foreign, "sample_probes", self.requests, self.sampling), ANSWER_S, ANSWER_S)
+        for call, error in outcomes.failures:
+            self.fleet.retire(call.rank, f"sample_probes: {describe(error)}")
+        for call in outcomes.silent:
+            self.fleet.retire(call.rank, f"sample_probes: no answer within {ANSWER_S:g} s")
+        answered = {call.rank: completions for call, completions in outcomes.answers.items()}
+        wrong = {
+            rank: problem
+            for rank, answers in self._scored(answered).items()
+            if (problem := self._problem(rank, answers, version))
+        }
+        for rank, problem in wrong.items():
+            self._leave_out(rank, problem, version)
+        trusted = [rank for rank in foreign if rank in answered and rank not in wrong]
+        settle(self.fleet.submit(trusted, "trust"), ANSWER_S, ANSWER_S)
+        return [rank for rank in ranks if rank not in foreign or rank in trusted]
+
+    def _scored(self, answered: dict[int, list[Completion]]) -> dict[int, Answers]:
+        """Returns each server's answers with the policy's log-probs, from a single forward pass."""
+        prompts = {request.id: list(request.tokens) for request in self.requests}
+        completions = [completion for each in answered.values() for completion in each]
+        if not completions:
+            return {}
+        batch = Sequences.of([[*prompts[c.id], *c.tokens] for c in completions])
+        counts = [np.r_[np.zeros(len(prompts[c.id])), np.ones(len(c.tokens))] for c in completions]
+        batch["weights"] = torch.from_numpy(np.concatenate(counts).astype(np.float32))
+        self.policy.hold([batch])
+        logprobs = self.policy.logprobs(temperature=self.sampling.temperature)[0].numpy()
+        ends = np.cumsum([len(part) for part in counts])
+        scored = iter([logprobs[end - len(c.tokens) : end] for end, c in zip(ends, completions, strict=True)])
+        return {rank: Answers(each, [next(scored) for _ in each]) for rank, each in answered.items()}
+
+    def _problem(self, rank: int, answers: Answers, version: int) -> str:
+        """Returns what shows that a server has other weights than `version`; "" if nothing does."""
+        earlier = self.earlier.get(rank)
+        self.earlier[rank] = answers
+        stated = {each for completion in answers.completions for each, _ in completion.versions}
+        if stated != {version}:
+            return f"states version {', '.join(map(str, sorted(stated)))}"
+        allowed = self._allowed(rank)
+        if not answers.difference <= allowed:
+            return f"differs from the policy by {answers.difference:.3g} nats a token (allowed are {allowed:g})"
+        if earlier is not None and answers.repeats(earlier) and answers.moved(earlier) > MOVED:
+            moved = answers.moved(earlier)
+            return f"answers exactly as before the sync, while the policy's log-probs moved by {moved:.3g} nats"
+        self.failures[rank] = 0
+        return ""
+
+    def _allowed(self, rank: int) -> float:
+        entry = entries(self.config.rollout.endpoints)[rank - self.config.rollout.engines]
+        alarm = self.config.health.mismatch.alarm_mean
+        default = ALARM_MEAN[engine_precision(self.config)] if alarm is None else alarm or math.inf
+        return default if entry.max_difference is None else entry.max_difference
+
+    def _leave_out(self, rank: int, problem: str, version: int) -> None:
+        self.failures[rank] = self.failures.get(rank, 0) + 1
+        self.earlier.pop(rank, None)
+        name = f"{self.fleet.group.name}-{rank}"
+        facts = {"actor": name, "rank": rank, "version": version, "problem": problem}
+        text = f"{name} does not serve version {version}: it {problem}; none of its tokens of this version are used"
+        self.say(Event("engine_differs", text, **facts))
+        self.fleet.retire(rank, f"it {problem}")
+
+
+def probes(vocab: int, longest: int) -> list[Request]:
+    """Returns the fixed prompts: random tokens, the same in every run of a model.
+
+    Args:
+        vocab: Number of token ids.
+        longest: Maximum length of a sequence.
+    """
+    draw = random.Random(vocab)
+    prompt = max(1, min(PROMPT, longest // 2))
+    tokens: Sequence[Sequence[int]] = [[draw.randrange(vocab) for _ in range(prompt)] for _ in range(PROMPTS)]
+    new = max(1, min(TOKENS, longest - prompt))
+    return [Request(f"probe-{i}", each, new, seed=i) for i, each in enumerate(tokens)]

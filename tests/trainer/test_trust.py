@@ -1,0 +1,122 @@
+"""A server that serves other weights than it states is found by log-probs, and none of its tokens are used."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_mega.config.compose import compose
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.external.actor import ExternalEngine
+from skyrl_mega.trainer import trust as trust_module
+from skyrl_mega.trainer.trust import Trust
+from skyrl_mega.trajectories.sequences import Sequences
+from tests.engines.test_external import VOCAB, spec_of, table, update
+from tests.support.sglang_server import Bigrams, SglangStandIn, sglang_server
+
+
+class Policy:
+    """A policy with a bigram model."""
+
+    def __init__(self, model: Bigrams) -> None:
+        self.model = model
+
+    def hold(self, minis: list[Sequences]) -> None:
+        """Keeps the sequences."""
+        [self.held] = minis
+
+    def logprobs(self, *, temperature: float) -> list[Tensor]:
+        """Returns the log-prob of each token, 0 without a weight."""
+        parts = self.held.tokens.split(self.held.lengths.tolist())
+        values = [np.r_[0, self.model.logprobs(part.tolist())] for part in parts]
+        return [torch.from_numpy(np.concatenate(values)).float() * self.held["weights"]]
+
+
+@dataclass
+class Engines:
+    """A fleet of engines in this process; the first is the run's own."""
+
+    engines: list[ExternalEngine | None]
+    loop: asyncio.AbstractEventLoop
+    facts: list[Facts] = field(init=False)
+    retired: dict[int, str] = field(default_factory=dict)
+    group: Any = field(default_factory=lambda: SimpleNamespace(name="engine"))
+
+    def __post_init__(self) -> None:
+        self.facts = [Facts(1, 0, foreign=engine is not None) for engine in self.engines]
+
+    def submit(self, ranks: list[int], method: str, *args: Any) -> list[Any]:
+        """Calls a method at once."""
+        calls = []
+        for rank in ranks:
+            answer = self.loop.run_until_complete(getattr(self.engines[rank], method)(*args))
+            calls.append(SimpleNamespace(rank=rank, answer=answer))
+        return calls
+
+    def retire(self, rank: int, cause: str) -> None:
+        """Remembers the cause."""
+        self.retired[rank] = cause
+
+
+def settle(calls: list[Any], timeout: float, after_failure: float) -> Any:
+    """Returns the answers of `Engines.submit`."""
+    return SimpleNamespace(answers=Answers((call, call.answer) for call in calls), failures=[], silent=[])
+
+
+class Answers(list[tuple[Any, Any]]):
+    """Pairs of call and answer."""
+
+    def items(self) -> Any:
+        """Returns the pairs."""
+        return self
+
+
+@pytest.mark.parametrize(
+    ("loads", "change", "problem"),
+    [
+        (True, 1.0, None),
+        (False, 1.0, "differs from the policy by"),
+        (False, 0.01, "answers exactly as before the sync"),  # less than the bound of the mean
+    ],
+)
+def test_a_server_that_lies_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: bool, change: float, problem: str | None
+) -> None:
+    monkeypatch.setattr(trust_module, "settle", settle)
+    first, second = table(1), table(1) + change * table(2)
+    policy, said = Policy(Bigrams(first)), list[Any]()
+    state = SglangStandIn(Bigrams(table(1)))
+    loop = asyncio.new_event_loop()
+    with sglang_server(state) as url:
+        config = compose(
+            None, ["model.dtype=float32", f"rollout.endpoints=[{{url: '{url}', kind: sglang, max_difference: 0.05}}]"]
+        )
+        engine = ExternalEngine(spec_of(url))
+        fleet = Engines([None, engine], loop)
+        trust = Trust(config, policy, fleet, VOCAB, said.append)  # type: ignore[arg-type]
+        loop.run_until_complete(engine.start())
+        loop.run_until_complete(update(engine, Bigrams(first).save(tmp_path / "1"), 1, trust=False))
+        assert trust.verify([0, 1], 1) == [0, 1]
+        assert engine.trusted.is_set()
+        state.loads = loads
+        policy.model = Bigrams(second)
+        loop.run_until_complete(update(engine, policy.model.save(tmp_path / "2"), 2, trust=False))
+        assert state.version == "2"
+        assert trust.verify([0, 1], 2) == ([0, 1] if problem is None else [0])
+        assert engine.trusted.is_set() is (problem is None)
+    loop.close()
+    if problem is None:
+        assert not said
+        return
+    [event] = said
+    assert problem in event
+    assert (event.kind, event.facts["rank"], event.facts["version"]) == ("engine_differs", 1, 2)
+    assert problem in fleet.retired[1]
