@@ -17,7 +17,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.external.actor import ExternalEngine
 from skyrl_mega.engines.external.open import ExternalSpec, check_servers, specs
-from skyrl_mega.engines.external.server import Chunk, ServerAddress, ServerRefused
+from skyrl_mega.engines.external.server import NewTokens, ServerAddress, ServerRefused
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.weights.members import DIRECTORY
 from tests.support.sglang_server import Bigrams, SglangStandIn, sglang_server
@@ -219,11 +219,11 @@ class Echo:
     def __init__(self, address: ServerAddress) -> None:
         self.path, self.stated = "", int(address.options.get("begins", 0))
 
-    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Yields all tokens at once."""
         if request.tokens[-1] == 13:
             raise ServerRefused("no 13")
-        yield Chunk([request.tokens[-1]] * request.max_tokens, [0.0] * request.max_tokens, "length")
+        yield NewTokens([request.tokens[-1]] * request.max_tokens, [0.0] * request.max_tokens, "length")
 
     async def version(self) -> int:
         """Returns the version."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.external.open import ExternalSpec, open_server, ready
-from skyrl_mega.engines.external.server import Chunk, InferenceServer, ReceivingServer, ServerGone, ServerRefused
+from skyrl_mega.engines.external.server import InferenceServer, NewTokens, ReceivingServer, ServerGone, ServerRefused
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
@@ -352,7 +352,7 @@ class _Answer:
         self.stated = False
         """True if the server states the version of each token."""
 
-    def add(self, chunk: Chunk, version: int) -> None:
+    def add(self, chunk: NewTokens, version: int) -> None:
         """Appends a chunk; its tokens are of `version` unless the server states versions. Raises ServerGone for
         impossible values."""
         if len(chunk.tokens) != len(chunk.logprobs):

@@ -27,7 +27,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class NewTokens:
     """New tokens of a request."""
 
     tokens: Sequence[int]
@@ -79,7 +79,7 @@ class InferenceServer(Protocol):
     sync.
     """
 
-    def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Continues a prompt; yields the new tokens, in any number of chunks, with `finish` in the last chunk. Closing
         the iterator ends the request.
 

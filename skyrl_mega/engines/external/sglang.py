@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.engines.external.http import HttpServer
-from skyrl_mega.engines.external.server import Chunk, ServerFacts, ServerGone, ServerRefused, stated_version
+from skyrl_mega.engines.external.server import NewTokens, ServerFacts, ServerGone, ServerRefused, stated_version
 
 COMMAND_S = 120.0
 """Seconds for a pause, a resume or a flush."""
@@ -19,7 +19,7 @@ GREEDY = 1e-6
 class SglangServer(HttpServer):
     """The client of an SGLang server; implements `server.DescribedServer`."""
 
-    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Streams the tokens of a request. SGLang repeats earlier tokens in each event unless its incremental streaming
         is on; the number of tokens so far (`completion_tokens`) tells the two apart."""
         parameters: dict[str, Any] = {
@@ -106,7 +106,7 @@ class SglangServer(HttpServer):
         await self.post("/flush_cache", None, COMMAND_S)
 
 
-def _chunk(event: Mapping[str, Any], seen: int) -> tuple[Chunk, int | None]:
+def _chunk(event: Mapping[str, Any], seen: int) -> tuple[NewTokens, int | None]:
     """Returns the new tokens of an event, and the weight version stated there, if any.
 
     Args:
@@ -128,4 +128,4 @@ def _chunk(event: Mapping[str, Any], seen: int) -> tuple[Chunk, int | None]:
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise ServerGone(f"an event of /generate has an unknown form: {error!r}") from None
     stated = about.get("weight_version")
-    return Chunk(tokens, logprobs, finish), None if stated is None else stated_version(stated)
+    return NewTokens(tokens, logprobs, finish), None if stated is None else stated_version(stated)

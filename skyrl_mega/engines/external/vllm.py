@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.engines.external.http import HttpServer
 from skyrl_mega.engines.external.server import (
-    Chunk,
+    NewTokens,
     ServerAddress,
     ServerFacts,
     ServerGone,
@@ -39,7 +39,7 @@ class VllmServer(HttpServer):
         super().__init__(address)
         self.plugin = False
 
-    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Streams the tokens of a request; the server states the weight version of each token."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -177,7 +177,7 @@ class VllmServer(HttpServer):
         return results if isinstance(results, list) else []
 
 
-def _chunk(choice: Mapping[str, Any]) -> Chunk:
+def _chunk(choice: Mapping[str, Any]) -> NewTokens:
     """Returns the tokens of an event; the last event of a request states the weight version of each token.
 
     Raises:
@@ -193,4 +193,4 @@ def _chunk(choice: Mapping[str, Any]) -> Chunk:
         versions = tuple((stated_version(span["version"]), int(span["start"])) for span in spans)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ServerGone(f"an event of /inference/v1/generate has an unknown form: {error!r}") from None
-    return Chunk(tokens, logprobs, choice.get("finish_reason"), versions)
+    return NewTokens(tokens, logprobs, choice.get("finish_reason"), versions)
