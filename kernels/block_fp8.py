@@ -26,7 +26,7 @@ SMALLEST_AMAX = 1e-4
 
 def blocks_touched(rows: int, columns: int, row0: int = 0, col0: int = 0) -> tuple[int, int]:
     """Returns (I, J): how many rows and columns of blocks a shard [rows, columns] touches that begins at row `row0` and
-    column `col0` of the whole matrix."""
+    column `col0` of the whole matrix. 0 rows give as many blocks as their start inside a block touches: 0 or 1."""
     return _touched(rows, row0), _touched(columns, col0)
 
 
@@ -83,8 +83,18 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
 def dequantise(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Returns `numbers · scale` in `dtype`, contiguous, for float8_e4m3fn `numbers_SRC`; other arguments and errors as
-    in `quantise`."""
+    """Returns `numbers · scale` in `dtype`, contiguous, of the numbers' shape; the reverse of `quantise` up to
+    rounding.
+
+    Args:
+        numbers_SRC: float8_e4m3fn, [R, C] or [S, R, C].
+        scales_SIJ: float32 scales of the blocks touched.
+        row0, col0: Position of the shard in the whole matrix.
+        dtype: Dtype of the result.
+
+    Raises:
+        ValueError: The numbers are empty, or the shape of the scales does not match the blocks touched.
+    """
     _check(numbers_SRC, scales_SIJ, row0, col0)
     if numbers_SRC.is_cuda:
         from skyrl_mega.kernels import block_fp8_triton

@@ -53,7 +53,7 @@ def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
 
     Args:
         views: Tensors; tensor i gets owner i.
-        offsets: Start of each tensor in the flat buffer, in bytes.
+        offsets: Start of each tensor in the flat buffer, in bytes; as many as `views`, else ValueError.
     """
     return [
         Region(i, 0, tuple(view.shape), view.stride(), view.dtype, offset)
@@ -117,8 +117,15 @@ class Boxes:
             self._table.copy(owners, flat, pack=True)
 
     def unpack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box from the flat buffer into the tensors `owners`, the reverse of `pack`, with the same
-        arguments and errors; `flat` stays unchanged."""
+        """Copies every box from the flat buffer into the tensors `owners`, the reverse of `pack`; `flat` stays
+        unchanged.
+
+        Args:
+            owners, flat: As for `pack`. Elements of the tensors outside of all boxes stay.
+
+        Raises:
+            ValueError: `flat` is no such buffer, or on a GPU a box is of 2³¹ words or more.
+        """
         self._check(flat)
         if self._table is None:
             unpack_reference(self.regions, owners, flat)
@@ -146,7 +153,7 @@ class Boxes:
 
 
 def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Computes `Boxes.pack` in torch, with a copy per box, on any device."""
+    """Computes `Boxes.pack` in torch, with a copy per box, on any device. Does not check the buffer."""
     for region in regions:
         box, target = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
         if target.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
@@ -156,7 +163,7 @@ def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Te
 
 
 def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Computes `Boxes.unpack` in torch, with a copy per box, on any device."""
+    """Computes `Boxes.unpack` in torch, with a copy per box, on any device. Does not check the buffer."""
     for region in regions:
         source = flat[region.offset : region.offset + region.nbytes]
         if source.storage_offset() % region.dtype.itemsize:

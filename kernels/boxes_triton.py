@@ -84,7 +84,7 @@ class Table:
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
         """Returns the 64-bit checksum of every box in the tensors `owners`, int64 [boxes] on the device, computed in a
-        single launch; see `boxes.Boxes.checksums`."""
+        single launch; see `boxes.Boxes.checksums`. Raises ValueError for a box of 2³¹ words or more."""
         addresses, tiles = self._bind(owners)
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         _sum[(len(tiles.of_tile),)](addresses, tiles.rows, tiles.of_tile, sums, TILE=TILE, num_warps=WARPS)

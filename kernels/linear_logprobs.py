@@ -144,7 +144,7 @@ def merge(parts_QST: Tensor) -> Tensor:
 
 def rebase(sums: Tensor, peak_T: Tensor) -> None:
     """Rescales quantities [Q, T] or [Q, S, T] from their own peaks to the higher peak `peak_T`, in place. Row PEAK is
-    invalid afterwards."""
+    invalid afterwards, row TARGET stays."""
     shift = sums[PEAK].sub_(peak_T)
     sums[MOMENT].addcmul_(shift, sums[TOTAL])
     factor = shift.exp_()
@@ -155,7 +155,8 @@ def rebase(sums: Tensor, peak_T: Tensor) -> None:
 
 
 def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
-    """Computes the results of the forward pass from the quantities over the whole vocabulary, [Q, T].
+    """Computes the results of the forward pass from the quantities over the whole vocabulary, [Q, T] (`merge`), without
+    changing them.
 
     Returns:
         The targets' log-probs in nats [T]; Σ p² [T], or None without the quantity SQUARES; and the values saved for the
