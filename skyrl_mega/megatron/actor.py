@@ -263,6 +263,8 @@ class MegatronActor:
             FloatingPointError: The gradient or the loss is NaN or infinite.
             NotOnDevice: Parameters, gradients or optimizer state are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
+            UserError: The loss cannot be found or imported.
+            KeyError, ValueError: A column that the loss needs is missing.
         """
         objective = self._objective(loss, figures)
         return self.rank.train(self.minis[mini], objective, temperature=temperature, forward_only=forward_only)
@@ -279,6 +281,7 @@ class MegatronActor:
         Raises:
             NotOnDevice: The parameters are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
+            UserError: The loss cannot be found or imported.
         """
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
