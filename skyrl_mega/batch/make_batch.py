@@ -152,6 +152,9 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
         groups: The groups of the step; greedy answers only give the baseline, not samples.
         algorithm: Defines length shaping, the filter of truncated trajectories and the weights of named rewards.
         rollout: Defines the cut into samples and the longest response.
+
+    Raises:
+        ValueError: In a trajectory of this process, the number of a column's values differs from the number of tokens.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     cut = [samples_of(t, rollout.step_wise) for t in trajectories]
@@ -229,6 +232,9 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
         batch: From `make_batch`.
         groups: Groups per optimizer step; the last mini-batch may be smaller. None: all groups.
         algorithm: Defines the means of the loss and of the KL term.
+
+    Raises:
+        ValueError: `loss_mean` or `kl.mean` is unknown, or lacks its setting, such as `loss_mean_samples`.
     """
     minis: list[Samples] = []
     first = first_sample = 0

@@ -88,6 +88,9 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
             merged: for each conversation (a rewrite starts a new conversation), everything up to the last response.
             Responses with nothing in between (an empty observation inside one message) count as a single answer, as in
             the whole trajectory.
+
+    Raises:
+        ValueError: The number of a column's values differs from the number of tokens, in a trajectory of this process.
     """
     ref = reference_to(t)
     whole = [Sample(ref, 0, 0, t.length)]
