@@ -27,8 +27,8 @@ def complete(migration: Migration) -> str:
     is changed in place; without a fitting layout it stays as it is.
 
     Returns:
-        A line for the user that begins with `passes`, `layout and memory pass` (user code is not imported) or `refused:
-        ` with the error. A refusal raises no error.
+        A line for the user that begins with `passes`, with `layout and memory pass` (user code is not imported), or
+        with `refused` and the error. A refusal raises no error.
     """
     try:
         config = composed(migration)
