@@ -207,6 +207,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         OSError: The file cannot be read, or is no regular file; raised at the first line.
         UserError: A line exceeds MOST_BYTES.
+        ValueError: The name contains NUL.
     """
     offset = 0
     with open_regular(file) as opened:
