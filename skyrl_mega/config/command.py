@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Raises an exception that ends the command after `--help`; prints nothing and ignores `message`."""
+        """Raises a SystemExit that ends the command after `--help`; prints nothing and ignores `message`."""
         raise _HelpPrinted(status)
 
     def error(self, message: str) -> NoReturn:
@@ -132,19 +132,22 @@ def print_error(line: str) -> None:
 
 
 def discard_output(stream: IO[str]) -> None:
-    """Redirects a standard stream to /dev/null, including the flush at interpreter exit."""
+    """Redirects a standard stream to /dev/null, including the flush at interpreter exit. Raises OSError for a stream
+    without a file descriptor."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """Returns the argparse `type` for a whole number from `low` to `high`, both included."""
+    """Returns the argparse `type` for a whole number from `low` to `high`, both included. The converter raises
+    ArgumentTypeError for other text, which the parser turns into a UserError."""
     return partial(_number, Rule(int, low=low, high=high))
 
 
 def real(low: float, high: float) -> Callable[[str], float]:
-    """Returns the argparse `type` for a number from `low` to `high`, both included."""
+    """Returns the argparse `type` for a number from `low` to `high`, both included. The converter raises
+    ArgumentTypeError for other text, NaN and infinity."""
     return partial(_number, Rule(float, low=low, high=high))
 
 
@@ -160,7 +163,8 @@ def path_of(text: str) -> Path:
 
 
 def enter(directory: str) -> None:
-    """Changes the working directory of this process to the folder given by `--directory`.
+    """Changes the working directory of this process to the folder given by `--directory`. Relative paths then start
+    there, in all threads.
 
     Raises:
         UserError: The folder cannot be entered.

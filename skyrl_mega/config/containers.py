@@ -23,7 +23,8 @@ def environment_slots(environment: EnvironmentConfig) -> int | None:
 
 
 def container_options(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields (key, runtime, options of containers) of each environment that runs in containers.
+    """Yields (key, runtime, options of containers) of each environment that runs in containers; nothing without any.
+    The options are as given, perhaps {}.
 
     Args:
         options: `environment.options`.
@@ -40,7 +41,7 @@ def container_options(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Ma
 
 
 def whole(options: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns an option that is a whole number; the default for a missing or wrong value, which the environment itself
-    refuses."""
+    """Returns an option that is a whole number; the default for a missing value or another type, which the environment
+    itself refuses. The range is not checked."""
     value = options.get(name, default)
     return value if isinstance(value, int) else default

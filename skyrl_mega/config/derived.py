@@ -64,7 +64,7 @@ def critic_ranks(config: Config) -> int:
 
 
 def critic_layout(config: Config) -> LayoutConfig:
-    """Returns the critic's parallel layout: `critic.layout`, or the policy's layout if null."""
+    """Returns the critic's parallel layout: `critic.layout`, or the policy's layout if null; also without a critic."""
     return config.critic.layout or config.policy.layout
 
 
@@ -204,7 +204,8 @@ def expert_parallel(rollout: RolloutConfig) -> bool:
 
 
 def engine_data(rollout: RolloutConfig) -> int:
-    """Returns the number of data-parallel replicas inside an engine; experts are distributed over all replicas."""
+    """Returns the number of data-parallel replicas inside an engine; experts are distributed over all replicas. 1 if
+    not given; ValueError for a text without a number."""
     return int(rollout.options.get("data_parallel_size") or 1)
 
 
@@ -322,7 +323,7 @@ def share_of(total: int, among: int, place: int) -> int:
 
     Args:
         total: The run-wide number, such as threads.
-        among: Number of processes.
+        among: Number of processes, at least 1.
         place: Index of the process, from 0; the first processes get the remainder.
     """
     return max(1, total // among + (place < total % among))

@@ -105,12 +105,14 @@ def nearest(name: str) -> str | None:
 
 
 def names_in(group: str) -> list[str]:
-    """Returns the last parts of all keys directly in a group, in schema order; "" is the root."""
+    """Returns the last parts of all keys directly in a group, in schema order; "" is the root; [] for a single setting
+    or an unknown group."""
     return [name.rpartition(".")[2] for name in keys() if name.rpartition(".")[0] == group]
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Returns field name → the docstring under the field, as a single line, from the source of a dataclass.
+    """Returns field name → the docstring under the field, as a single line, from the source of a dataclass. Raises
+    OSError if the source is not available.
 
     Fields without a docstring, and inherited fields, are left out.
     """

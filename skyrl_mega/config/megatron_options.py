@@ -156,7 +156,8 @@ UNPLANNED = {
 
 
 def unplanned_notes(policy: PolicyConfig) -> list[str]:
-    """Returns a note for the user for each given option with an effect on memory missing in the memory plan."""
+    """Returns a note for the user for each given option with an effect on memory missing in the memory plan; [] without
+    any."""
     given = policy.options
     return [
         f"policy.options.{name} = {shown(given[name])}: {note}" for name, note in UNPLANNED.items() if given.get(name)

@@ -64,7 +64,8 @@ def text(default: str | None, doc: str, *, empty: bool = False) -> Option:
 
 
 def choice(*allowed: str, doc: str) -> Option:
-    """Returns the declaration of a text with a fixed set of values; the first is the default."""
+    """Returns the declaration of a text with a fixed set of values; the first is the default. At least one value is
+    given."""
     return Option(allowed[0], Rule(str, choices=allowed), doc)
 
 
@@ -74,7 +75,7 @@ def texts(default: list[str], doc: str, *, choices: tuple[str, ...] = ()) -> Opt
 
 
 def mapping(doc: str) -> Option:
-    """Returns the declaration of a mapping passed to another library; empty by default."""
+    """Returns the declaration of a mapping passed to another library, with keys unchecked; empty by default."""
     return Option({}, Rule(dict), doc)
 
 

@@ -45,7 +45,7 @@ BLACKWELL_GIB = 150.0
 
 
 def needs(precision: PrecisionConfig) -> Needs | None:
-    """Returns the requirements of a policy's recipe; None for a policy in `model.dtype`."""
+    """Returns the requirements of a policy's recipe; None for a policy in `model.dtype` (recipe `model`)."""
     return RECIPES.get(precision.recipe)
 
 

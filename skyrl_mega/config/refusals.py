@@ -15,7 +15,8 @@ P = ParamSpec("P")
 
 
 def raise_first(config: Config, refusals: Refusals) -> None:
-    """Raises a UserError for the first refused setting; returns normally if nothing is refused.
+    """Raises a UserError for the first refused setting; returns None if nothing is refused. Later refusals are not
+    computed.
 
     Args:
         config: The settings; the source of the value in the error, unless the refusal contains the value.
@@ -31,7 +32,7 @@ def raise_first(config: Config, refusals: Refusals) -> None:
 
 def raising(rule: Callable[Concatenate[Config, P], Refusals]) -> Callable[Concatenate[Config, P], None]:
     """Decorates a generator of refusals; the decorated function raises a UserError for the first refusal, or returns
-    None."""
+    None. The generator's later rules do not run after a refusal."""
 
     @wraps(rule)
     def check(config: Config, *args: P.args, **kwargs: P.kwargs) -> None:

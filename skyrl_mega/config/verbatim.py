@@ -46,7 +46,8 @@ class VerbatimFiles(FileConfigSource):
         return "written"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file like Hydra, and replaces numbers and booleans by marked text for `restore_text`."""
+        """Reads a file like Hydra and returns the result, with numbers and booleans replaced by marked text for
+        `restore_text`. Raises the errors of Hydra, OmegaConf and yaml."""
         read = super().load_config(config_path)
         read.config = _marked(read.config, Path(self.path, self._normalize_file_name(config_path)))
         return read
@@ -80,7 +81,8 @@ def _mark_plain(value: Any, text: Any) -> Any:
 
 
 def restore_text(value: Any, rule: Rule | None) -> Any:
-    """Returns a value of `VerbatimFiles` as text if the setting is text, else as read by YAML.
+    """Returns a value of `VerbatimFiles`, nested values included, as text if the setting is text, else as read by YAML.
+    Values without a mark stay.
 
     Args:
         value: A value of a file, or of an argument (without marks).

@@ -140,7 +140,7 @@ def _members() -> dict[str, list[tuple[str, str]]]:
 def check_paths(c: Config) -> Refusals:
     """Raises a UserError for a path with a name of more than `LONGEST_NAME` bytes between slashes.
 
-    File systems accept no such path.
+    File systems accept no such path; whether a path exists is not checked.
     """
     paths_by_key = {
         "run.name": [c.run.name],

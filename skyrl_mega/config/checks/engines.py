@@ -79,8 +79,9 @@ ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
 
 @raising
 def check_rollout(c: Config) -> Refusals:
-    """Raises a UserError for contradicting limits on tokens or time in rollouts, evaluation and retrieval, or for
-    options of vLLM or of the chat template that the run sets itself."""
+    """Raises a UserError for contradicting limits on tokens or time in rollouts, evaluation and retrieval, for options
+    without a generator, for options of vLLM or of the chat template that the run sets itself, or for options of vLLM
+    that place weights in another way than a weight sync."""
     r, retriever, response = c.rollout, c.environment.retriever, response_limit(c.rollout)
     yield from r.sampling.refusals()
     yield from c.evaluation.refusals()

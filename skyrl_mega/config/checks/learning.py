@@ -20,8 +20,8 @@ each step."""
 
 @raising
 def check_samples(c: Config) -> Refusals:
-    """Raises a UserError if the samples of a prompt cannot differ, a reference is unused or wrong, or the length
-    penalty exceeds a response."""
+    """Raises a UserError if samples to compare are fewer than 2 or cannot differ (temperature 0), a reference is unused
+    or would be the model before its warm-up, or the length penalty exceeds a response."""
     a, samples, compares = c.algorithm, c.data.samples_per_prompt, c.algorithm.advantage_traits.compares
     if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
@@ -52,7 +52,8 @@ def check_samples(c: Config) -> Refusals:
 
 @raising
 def check_algorithm(c: Config) -> Refusals:
-    """Raises a UserError for advantages or a loss without effect on the given samples, or with a missing setting."""
+    """Raises a UserError for advantages or a loss without effect (`whiten=group` with one sample, remax at temperature
+    0, kl_cov with a single optimizer step), or for `loss_mean=constant` without a length."""
     a, limit = c.algorithm, response_limit(c.rollout)
     if a.whiten == "group" and c.data.samples_per_prompt < 2:
         yield (
@@ -100,8 +101,8 @@ def check_critic(c: Config) -> Refusals:
 
 @raising
 def check_asynchrony(c: Config) -> Refusals:
-    """Raises a UserError for settings incompatible with `asynchrony.mode`, or staleness without an off-policy
-    correction."""
+    """Raises a UserError for settings incompatible with `asynchrony.mode`, such as shared GPUs, offloading, or a
+    staleness with `off`, and for staleness without an off-policy correction."""
     mode, staleness, corrected = c.asynchrony.mode, c.asynchrony.max_staleness, has_correction(c.algorithm)
     usual = staleness in (0, DEFAULT_STALENESS)
     if mode == "off":

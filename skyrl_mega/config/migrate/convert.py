@@ -99,7 +99,11 @@ def none(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def first(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to the first setting in `here` and ignores the remaining settings."""
+    """Returns the value, converted by `fitted`, for the first setting in `here`, and ignores the remaining settings.
+
+    Raises:
+        Dropped: The setting does not allow the value.
+    """
     return {here[0]: fitted(here[0], value)}, ""
 
 
@@ -126,12 +130,16 @@ def items(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a limit of tokens per turn to every setting in `here` and in `argument`, a list of our keys."""
+    """Returns a limit of tokens per turn for every setting in `here` and in `argument`, a list of our keys.
+
+    Raises:
+        Dropped: A setting does not allow the value.
+    """
     return {key: fitted(key, value) for key in (*here, *argument)}, "the limit of all turns, and of a single turn"
 
 
 def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument`, a mapping, if the value is on.
+    """Returns the settings in `argument`, a mapping, if the value is on; ignores `here`.
 
     Raises:
         Dropped: The value is false, null, 0 or an empty text.
@@ -142,7 +150,11 @@ def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to every setting in `here`, and adds the settings in `argument`."""
+    """Returns the value for every setting in `here`, and the settings in `argument`, a mapping, unchecked.
+
+    Raises:
+        Dropped: A setting in `here` does not allow the value.
+    """
     return {**same(value, here, None, state)[0], **argument}, "with the settings that make it the same"
 
 
@@ -167,7 +179,7 @@ def positive_set(value: Any, here: Sequence[str], argument: Any, state: Translat
 
 
 def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value, an expert parallel size, is above 1.
+    """Returns the settings in `argument` if the value, an expert parallel size, is above 1; ignores `here`.
 
     Raises:
         Dropped: The value is at most 1, or no number.
@@ -178,7 +190,7 @@ def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value is off: false, null, 0 or empty.
+    """Returns the settings in `argument` if the value is off: false, null, 0 or empty; ignores `here`.
 
     Raises:
         Dropped: The value is on, as by default here.
@@ -191,7 +203,7 @@ def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns null, or 0 if null is not allowed, for the first setting in `here` if the switch is off.
 
-    Returns no settings if the switch is on: another key of the program has the value.
+    Returns no settings, and only a reason, if the switch is on: another key of the program has the value.
     """
     if value:
         return {}, f"{here[0]} says so: above 0 is on"
@@ -199,7 +211,12 @@ def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationSta
 
 
 def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a number type by our name: `bf16` becomes `bfloat16`, `fp32` becomes `float32`."""
+    """Returns a number type by our name for every setting in `here`: `bf16` becomes `bfloat16`, `fp32` becomes
+    `float32`.
+
+    Raises:
+        Dropped: A setting does not allow the type.
+    """
     names = {"bf16": "bfloat16", "fp32": "float32", "torch.bfloat16": "bfloat16", "float": "float32"}
     return same(names.get(str(value), value), here, None, state)
 
@@ -219,7 +236,11 @@ def model(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a model's path to every setting in `here`, like `model`; null stays null."""
+    """Returns a model's path for every setting in `here`, like `model`; null stays null.
+
+    Raises:
+        Dropped: The value is null, and a setting does not allow null.
+    """
     return model(value, here, None, state) if value is not None else same(None, here, None, state)
 
 
@@ -228,6 +249,7 @@ def reference(value: Any, here: Sequence[str], argument: Any, state: Translation
 
     Raises:
         Dropped: The path is a checkpoint in Megatron's format (`torch_dist`); a reference needs Hugging Face's format.
+            Or the value is null, and a setting does not allow null.
     """
     if "torch_dist" in str(value):
         raise Dropped("a checkpoint of Megatron; the reference is read from model.path, in Hugging Face's format")
@@ -252,7 +274,12 @@ def files(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def named_files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the paths in a list NAME, FILE, NAME, FILE, … to the first setting in `here`, without the names."""
+    """Returns the paths in a list NAME, FILE, NAME, FILE, …, without the names, for the first setting in `here`; any
+    other value is a single path.
+
+    Raises:
+        Dropped: A path is no text.
+    """
     paths = value[1::2] if isinstance(value, list) else [value]
     return files(paths, here, None, state)[0], "a row's data_source names its set"
 
@@ -277,7 +304,7 @@ def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
     if the value is on.
 
     Raises:
-        Dropped: The value is off.
+        Dropped: The value is off, or the tracker is unknown or in use by default.
     """
     if not value:
         raise Dropped("off there, and off unless given")
@@ -357,7 +384,12 @@ def times(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds the number `argument` to the value, for example to count turns of the policy instead of observations."""
+    """Returns the value, cut to a whole number, plus the number `argument`, for every setting in `here`; for example to
+    count turns of the policy instead of observations.
+
+    Raises:
+        Dropped: The value is no number, or the sum is not allowed.
+    """
     return {key: fitted(key, int(_numeric(value)) + argument) for key in here}, "turns of the policy: one more"
 
 
@@ -365,7 +397,7 @@ def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     """Returns the value rounded up to a whole number for the first setting in `here`.
 
     Raises:
-        Dropped: The value is no number.
+        Dropped: The value is no number. An infinite value raises OverflowError.
     """
     return {here[0]: math.ceil(_numeric(value))}, "a whole number of weight syncs"
 
@@ -413,7 +445,8 @@ def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: Tra
 
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the present `rollout.engines` times the value, a number of replicas per engine.
+    """Returns the present `rollout.engines` times the value, a number of replicas per engine, cut to a whole number;
+    ignores `here`.
 
     Raises:
         Dropped: The value is at most 1 or no number.
@@ -491,13 +524,18 @@ def context(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def without_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a text without the ending `argument`, because this project appends the ending itself."""
+    """Returns the value as text without the ending `argument`, if it ends so, for the first setting in `here`: this
+    project appends the ending itself."""
     text = str(value).removesuffix(argument)
     return {here[0]: text}, f"{argument} is added here" if text != value else ""
 
 
 def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to the first setting in `here` as a list; a single value becomes a list of one text."""
+    """Returns the value as a list for the first setting in `here`; a single value becomes a list of one text.
+
+    Raises:
+        Dropped: The setting does not allow the list.
+    """
     return {here[0]: fitted(here[0], value if isinstance(value, list) else [str(value)])}, ""
 
 

@@ -15,7 +15,8 @@ ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
 
 
 def choose(t: TranslationState) -> None:
-    """Adds settings for the given training data to the translation: conversion and environment of a known data set.
+    """Adds settings for the given training data to the translation, in place: conversion and environment of a known
+    data set.
 
     Rows of an unknown data set stay as they are, or become a note for the user. Without evaluation data, also turns
     evaluation off.

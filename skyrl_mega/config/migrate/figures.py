@@ -194,7 +194,9 @@ def steps_decide(t: TranslationState) -> None:
 
 
 def cluster(t: TranslationState) -> None:
-    """Adds settings of GPUs to the translation: engines, policy ranks, nodes, residency; sets `open_layout`.
+    """Adds settings of GPUs to the translation: engines, policy ranks, nodes, residency; sets `open_layout`. Changes
+    the translation in place; settings already present stay, except `cluster.nodes` if the GPUs need another number of
+    nodes.
 
     With shared GPUs, engines fill the policy's GPUs; otherwise the nodes also cover the GPUs of the engines.
     """

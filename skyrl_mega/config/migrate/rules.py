@@ -72,7 +72,8 @@ def rules(program: str) -> Rules:
 
 @cache
 def notes() -> Mapping[str, Conversion]:
-    """Returns note of an entry in `other_programs/table.yaml` → conversion for all keys with this note."""
+    """Returns note of an entry in `other_programs/table.yaml` → conversion for all keys with this note. Read from
+    `translation.yaml` once per process; do not change it."""
     return {" ".join(note.split()): _conversion(value) for note, value in _file()["notes"].items()}
 
 
@@ -91,6 +92,7 @@ def conversion(
     program: str, key: str, entry: Counterpart, value: Any = None, *, by_value: bool = False
 ) -> Conversion | None:
     """Returns the conversion for a key of another program; None if neither the key nor its note has a conversion.
+    Raises KeyError for an unknown program.
 
     Args:
         program: The other program.

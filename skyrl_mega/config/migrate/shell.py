@@ -76,7 +76,8 @@ class Script:
     _skip_until: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
-        """Reads the text of a script: appends to `commands`, and updates `variables` and `functions`.
+        """Reads the text of a script: appends to `commands`, and updates `variables` and `functions`. A second call
+        continues with the variables of the first.
 
         Raises:
             UserError: The script has too many commands, sourced scripts or characters in its values.

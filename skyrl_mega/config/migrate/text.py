@@ -90,7 +90,7 @@ def _look(migration: Migration) -> Iterator[str]:
 
 
 def summary(migration: Migration) -> str:
-    """Returns a line with the number of settings of each kind."""
+    """Returns a line with the number of given settings, of these by kind, and of added settings."""
     counts = migration.counts
     given = sum(counts[kind] for kind in KINDS if kind != "added")
     parts = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if kind != "added")

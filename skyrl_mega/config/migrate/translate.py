@@ -27,7 +27,8 @@ NOT_NEEDED = "nothing here needs it; leave it out"
 
 def translate(reading: GivenSettings) -> Migration:
     """Translates another program's settings; returns our settings, with a row for every given or added setting. The
-    result may contradict the rules of `config.checks`, which are not applied here."""
+    result may contradict the rules of `config.checks`, which are not applied here. A setting without a counterpart
+    raises no error: its row says so."""
     translator = Translator(reading)
     for contextual in (False, True):
         translator.translate_given(contextual)

@@ -51,7 +51,8 @@ def counterpart(entry: Counterpart) -> str:
 def find(table: Table, key: str) -> Counterpart | None:
     """Returns the counterpart of a key from a program's table; None if the table does not cover the key.
 
-    Without an entry for the key itself, uses the nearest group entry: `group.*`, or `--prefix-*` for an option.
+    Without an entry for the key itself, uses the nearest group entry: `group.*`, or `--prefix-*` for an option. Below
+    `group.*` the result is a new counterpart for the key.
     """
     if entry := table.get(key):
         return entry
@@ -119,7 +120,8 @@ def keys(words: Sequence[str], known: Container[str]) -> list[str]:
 def names(setting: str) -> dict[str, str]:
     """Returns program → the program's key for one of our settings; programs without such a key are left out.
 
-    Prefers a key with exactly the same meaning (no note, no further settings), otherwise the first key of the table.
+    Prefers a key with exactly the same meaning (no note, no further settings), otherwise the first key of the table. {}
+    if no program has one.
     """
     found = {}
     for program, table in programs().items():
