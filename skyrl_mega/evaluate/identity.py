@@ -84,8 +84,8 @@ def equal_or_digest(one: Any, other: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Returns a digest of a JSON value, `scrypt` and 16 hex digits. Equal values have equal digests, and reversing a
-    digest by guessing is slow."""
+    """Returns a digest of a JSON value (else TypeError), `scrypt` and 16 hex digits. Equal values have equal digests,
+    and reversing a digest by guessing is slow."""
     text = json.dumps(value, sort_keys=True)
     key = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
     return f"scrypt {key.hex()}"

@@ -71,7 +71,8 @@ def normalized(name: str) -> str:
 
 
 def matching_tables(names: Sequence[str]) -> list[str]:
-    """Returns the keys of `PUBLISHED` whose tables have a row for any of these sets.
+    """Returns the keys of `PUBLISHED` whose tables have a row for any of these sets, in the order of `PUBLISHED`; [] if
+    none has.
 
     Args:
         names: Names of our sets.

@@ -16,7 +16,7 @@ SETS, EXAMPLES, AVERAGE = "mean over sets", "mean over examples", "average, as p
 
 
 def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> str:
-    """Returns all tables as Markdown.
+    """Returns all tables as Markdown. Raises KeyError for a key that is not in `PUBLISHED`.
 
     Args:
         sets: The sets, in row order.
@@ -33,7 +33,7 @@ def score_table(sets: Sequence[SetScores]) -> str:
     """Returns the scores as a Markdown table, and notes: a row for each set and, for several sets, the two means.
 
     Args:
-        sets: At least one set.
+        sets: At least one set, else ValueError.
     """
     further = sorted({name for s in sets for name in s.scores} - {"reward", "accuracy", "pass"})
     names = ["reward", "accuracy", "pass", *further]
@@ -121,7 +121,7 @@ def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:
 
 def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any]:
     """Returns the results as JSON values: scores of each set, the two means, and published tables; null for a missing
-    score or mean.
+    score or mean. Raises KeyError for a key that is not in `PUBLISHED`.
 
     Args:
         sets: The sets, in row order.

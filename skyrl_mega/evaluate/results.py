@@ -83,6 +83,10 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
     Args:
         t: The sample.
         metrics: Metrics declared by the sample's environment; unreported metrics count as 0.
+
+    Raises:
+        ClusterError: Remote arrays of the sample are lost.
+        TypeError, ValueError: A reported metric is no number.
     """
     t = fetch_arrays(t)
     scores = {name: float(t.metadata.get(name) or 0.0) for name in metrics}
@@ -140,7 +144,8 @@ class Results:
             self.samples[s.name] = {key: sample for key, sample in present.items() if sample.status is not lost}
 
     def missing(self, tasks: Iterator[SampleTask]) -> list[SampleTask]:
-        """Returns the tasks without a saved sample, in the same order."""
+        """Returns the tasks without a saved sample, in the same order. Raises KeyError for a task of a set that was not
+        opened."""
         return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
@@ -179,7 +184,7 @@ class Results:
                 os.replace(partial, file)
 
     def close(self) -> None:
-        """Closes the files of samples that `add` opened."""
+        """Closes the files of samples that `add` opened; does nothing for others, and when called again."""
         for file in self._files.values():
             file.close()
 

@@ -56,6 +56,8 @@ def sample_missing(
         ActorFailed: No engine can be restarted; gives the root cause.
         EndpointFailed: The endpoint does not respond.
         UserError: The endpoint refused a request.
+        ClusterError: Remote arrays of a sample are lost.
+        OSError: A sample cannot be written.
     """
     finished = failed = 0
 

@@ -60,8 +60,8 @@ def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0
 
     Args:
         name: Name of the set.
-        samples: (uid, sample number) → sample; not empty. Every prompt has the same number of samples, failed samples
-            included; not checked.
+        samples: (uid, sample number) → sample; not empty, else ValueError. Every prompt has the same number of samples,
+            failed samples included; not checked.
         left_out: Number of skipped prompts; only reported.
     """
     by_prompt: dict[int, list[ScoredSample]] = {}

@@ -76,7 +76,8 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
 def drop_long_prompts(
     sets: Sequence[PromptSet], chat: Renderer, longest: int, environments: EnvironmentConfig | None = None
 ) -> list[PromptSet]:
-    """Returns the sets without prompts of more than `longest` tokens; `left_out` is the number of removed prompts.
+    """Returns the sets without prompts of more than `longest` tokens; `left_out` is the number of removed prompts. The
+    given sets stay unchanged.
 
     Args:
         sets: The sets.
@@ -105,8 +106,8 @@ def drop_long_prompts(
 
 
 def sample_tasks(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[SampleTask]:
-    """Yields every sample of every prompt; samples of the same prompt follow each other to share the engine's cached
-    prefix.
+    """Yields every sample of every prompt, set by set, prompts in order, samples from 0; samples of the same prompt
+    follow each other to share the engine's cached prefix.
 
     Args:
         sets: The sets.
