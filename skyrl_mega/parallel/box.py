@@ -27,7 +27,8 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of the elements in both boxes of the same tensor, or None if the boxes share no element.
+        """Returns the box of the elements in both boxes of the same tensor, or None if the boxes share no element; the
+        order of the two does not matter.
 
         Raises:
             ValueError: The boxes differ in their number of dimensions.

@@ -53,7 +53,8 @@ def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
 
     Args:
         shard: The rank's shard.
-        runs: Local tensor of the shard → run of its elements, may be empty; local tensors not listed are left out.
+        runs: Local tensor of the shard → run of its elements, may be empty; local tensors not listed are left out;
+            another name raises KeyError.
     """
     boxes = {param: list(run_boxes(shard.params[param], run)) for param, run in runs.items()}
     pieces = []
@@ -73,7 +74,8 @@ def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
 
 
 def flat_index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
-    """Returns the flat index of the element at position `at`, in C order."""
+    """Returns the flat index of the element at position `at`, in C order; 0 for a scalar. Bounds are not checked;
+    another number of dimensions raises ValueError."""
     position = 0
     for size, i in zip(shape, at, strict=True):
         position = position * size + i
@@ -81,7 +83,7 @@ def flat_index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of elements from an entry to the next in each dimension, in C order."""
+    """Returns the number of elements from an entry to the next in each dimension, in C order; () for a scalar."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
