@@ -29,7 +29,7 @@ def most_common(values: Mapping[str, T]) -> T:
     """Returns the most frequent value; of equally frequent values, the first in `values`.
 
     Args:
-        values: Node → value; not empty.
+        values: Node → value; not empty, else ValueError. Values are hashable.
     """
     counts = Counter(values.values())
     most = max(counts.values())

@@ -47,7 +47,7 @@ class Listener:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Stops answering and closes the port."""
+        """Stops answering and closes the port. Raises OSError if closed already."""
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; its accept would keep the port open
         self._socket.close()
 

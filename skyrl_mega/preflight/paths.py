@@ -34,8 +34,8 @@ class PathFacts:
 
 def gather(run: Path, token: str, name: str) -> PathFacts:
     """Returns facts about the folders on this node, and writes the file `.preflight-<token>.<name>` with content `name`
-    in the run's folder; `remove` deletes it. A folder that is missing or not writable is not raised but described in
-    `PathFacts.errors`.
+    in the run's folder; `remove` deletes it. A folder that is missing or not writable, or a file left by an earlier
+    call with this token and name, is not raised but described in `PathFacts.errors`.
 
     Args:
         run: The run's folder.

@@ -49,7 +49,7 @@ class ClusterNode:
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
     """Runs a preflight if `cluster.preflight` is always, or auto on GPUs, and writes the report to `preflight.json`,
-    replacing an earlier one.
+    replacing an earlier one; else does nothing.
 
     Args:
         config: The settings, with `cluster.device` decided.

@@ -97,7 +97,7 @@ class Probe:
 
 
 def bounded(jobs: Mapping[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Runs all jobs at the same time in threads; returns name → result, or the job's exception.
+    """Runs all jobs at the same time in threads; returns name → result, or the job's exception, which is not raised.
 
     After `timeout_s` the value of an unfinished job is a TimeoutError; the job's thread is abandoned.
     """

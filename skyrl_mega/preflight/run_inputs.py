@@ -24,7 +24,8 @@ def check_present(config: Config) -> None:
 
 
 def data_files(config: Config) -> dict[str, list[str]]:
-    """Returns setting → parquet files, for data.train, data.eval and, with a warm-up, warmup.files."""
+    """Returns setting → parquet files, for data.train, data.eval and, with a warm-up, warmup.files; the list of
+    warmup.files is empty without a warm-up. The files need not exist."""
     return {
         "data.train": config.data.train,
         "data.eval": config.data.eval,
