@@ -74,7 +74,7 @@ class Pieces:
         self._places: dict[tuple[int, str | None], int] = {}
 
     def place(self, id: int, text: str | None) -> int:
-        """Returns the row index of a token in the table; adds a new pair to the table."""
+        """Returns the row index of a token in the table, from 0; adds a new pair to the table."""
         key = (id, text)
         if key not in self._places:
             self._places[key] = len(self.table)

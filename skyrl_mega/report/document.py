@@ -56,6 +56,10 @@ def document(
         programs: Files of `assets/`, added after `common.js`.
         blocks: Name → JSON value for the page's program, unpacked on demand; None without any.
         served: True for a page with requests to its own server.
+
+    Raises:
+        ValueError: A block contains NaN or infinity.
+        FileNotFoundError: A style or program is not in `assets/`.
     """
     style = "".join(map(_asset, ("common.css", *styles)))
     program = "".join(map(_asset, ("common.js", *programs)))

@@ -144,7 +144,8 @@ def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> P
 
 
 def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
-    """Writes `report.html` of a run at its end; never raises: an error is only reported by `say`."""
+    """Writes `report.html` of a run at its end; never raises: an error is only reported by `say`. An older page is
+    replaced."""
     try:
         write([folder])
     except Exception as error:

@@ -153,7 +153,8 @@ class Query:
     """Text in the error of a failed trajectory, case-insensitive."""
 
     def takes(self, record: Record) -> bool:
-        """Returns True if status, reward, error and text match the filter; `takes_step` checks the step."""
+        """Returns True if status, reward, error and text all match the filter, and for an empty filter; `takes_step`
+        checks the step."""
         if self.statuses and record.status not in self.statuses:
             return False
         if self.reward and not self.reward[0] <= record.reward <= self.reward[1]:

@@ -100,7 +100,8 @@ class RunData:
         return self.settings.get("run.steps")
 
     def series(self, name: str) -> tuple[list[float], list[float | None]]:
-        """Returns steps and values of a metric, for rows with the metric; None for a value that was not finite."""
+        """Returns steps and values of a metric, for rows with the metric, in order; two empty lists for an unknown
+        metric; None for a value that was not finite."""
         having = [row for row in self.rows if name in row]
         return [row["step"] or 0.0 for row in having], [row[name] for row in having]
 
@@ -126,7 +127,8 @@ class RunData:
 
     @cached_property
     def events(self) -> list[EventLine]:
-        """Events of the run, in order; read from `events.jsonl` on first use."""
+        """Events of the run, in order; read from `events.jsonl` on first use. Raises UserError if the file cannot be
+        read."""
         return events.read(self.folder)
 
     @property

@@ -30,7 +30,7 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
 
     Args:
         run: Folder of the run.
-        steps: First and last wanted step, both included; None means the newest `NEWEST` steps.
+        steps: First and last wanted step, both included; None means the newest `NEWEST` steps up to `last`.
         last: Last valid step: later files are left from before a resume.
 
     Raises:

@@ -91,7 +91,8 @@ def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
         patience_s: Seconds to wait for a port in use.
 
     Raises:
-        UserError: The address is not of this machine, or the port is in use or not allowed.
+        UserError: The address is not of this machine, or the port is not allowed (both at once), or still in use after
+            `patience_s`.
     """
     end = time.monotonic() + patience_s
     while True:

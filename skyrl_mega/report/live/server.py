@@ -74,7 +74,10 @@ class LivePage:
         """Time of the last request with the token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers an HTTP request (ASGI): 401 without the token, 429 above the rate limit; ignores other protocols."""
+        """Answers an HTTP request (ASGI) with a single reply; ignores other protocols. The token admits by cookie or
+        bearer header; a token in the address gives 303 to the same path, with the cookie. Else 401 without the token,
+        404 for another path than `/`, `/state.json` and `/metrics`, 405 for another method than GET or HEAD, 429 after
+        a pause above the rate limit, and 503 before the first snapshot."""
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
