@@ -137,7 +137,7 @@ class HeldSlots:
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Waits for a slot, runs a trajectory and returns it; the slot stays occupied afterwards (`Places.occupation`).
-        `start` has no effect.
+        `start` has no effect. Raises KeyError if the trajectory lacks `OWN_SECONDS`.
 
         Waiting for calls does not lengthen the occupation: other slots wait, too.
         """

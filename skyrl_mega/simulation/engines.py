@@ -100,7 +100,7 @@ class SimulatedEngine:
         return answer
 
     def pause(self) -> None:
-        """Stops generation for a weight sync; requests stay, and `resume` continues them."""
+        """Stops generation for a weight sync; requests stay, new ones wait, and `resume` continues them."""
         self._advance()
         self.paused = True
 
@@ -206,7 +206,7 @@ class SimulatedFleet:
         self.group = SimpleNamespace(name="engine", actors=[_actor(engine) for engine in self.engines])
 
     def ask(self, method: str, timeout: float) -> None:
-        """Calls the method with this name on every engine; ignores `timeout`."""
+        """Calls the method with this name on every engine; ignores `timeout`, and returns nothing."""
         for engine in self.engines:
             getattr(engine, method)()
 

@@ -70,7 +70,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         config: The settings, mainly `asynchrony`, `data` and `environment`.
         rates: Durations of the run's parts at full size; scaled down here (`scale_down`).
         workload: Distribution of trajectories.
-        steps: Number of measured steps.
+        steps: Number of measured steps, at least 1.
         seed: Seed of the trajectories, unless recorded; the same in every mode.
     """
     full_config = config
