@@ -32,7 +32,11 @@ def stored_tokens(t: Trajectory) -> Sequences:
 
 def reference_to(t: Trajectory) -> Any:
     """Returns Ray's reference to a trajectory's remote arrays. Without remote arrays returns a new `StoredTrajectory`
-    with the trajectory's token arrays, without messages and tools."""
+    with the trajectory's token arrays, without messages and tools.
+
+    Raises:
+        ValueError: Without remote arrays: the number of a column's values differs from the number of tokens.
+    """
     return StoredTrajectory(stored_tokens(t), b"") if t.remote_arrays is None else t.remote_arrays.ref
 
 
@@ -58,7 +62,8 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:
-    """Sets `small.remote_arrays.ref` to `ref`, Ray's reference to the stored arrays, and returns the same `small`."""
+    """Sets `small.remote_arrays.ref` to `ref`, Ray's reference to the stored arrays, and returns the same `small`.
+    Raises AssertionError for a trajectory with its own arrays."""
     assert small.remote_arrays is not None
     small.remote_arrays.ref = ref
     return small

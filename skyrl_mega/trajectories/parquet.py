@@ -311,7 +311,8 @@ def _step(row: dict[str, Any]) -> TrajectoryStep:
 
 def texts(t: Trajectory) -> tuple[str, str]:
     """Returns two texts of the conversation: all messages before the policy's first message, and all messages from that
-    message on; "" without messages. A text of several messages gives each message's role. Fetches remote messages."""
+    message on; "" without messages. A text of several messages gives each message's role. Fetches remote messages;
+    raises ClusterError if these are lost."""
     first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
     return _text(t.messages[:first]), _text(t.messages[first:])
 

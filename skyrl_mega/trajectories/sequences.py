@@ -29,7 +29,8 @@ class Column:
     """
 
     def take(self, index: Tensor | slice) -> Column:
-        """Returns a new column with the values at `index` (token positions, or a slice) and the same alignment."""
+        """Returns a new column with the values at `index` (token positions, or a slice) and the same alignment: a copy
+        for positions, a view for a slice."""
         return Column(self.values[index], self.aligned)
 
 
@@ -90,7 +91,8 @@ class Sequences:
         return ragged_arange(self.starts[rows], self.lengths[rows])
 
     def take(self, rows: Sequence[int] | Tensor) -> Sequences:
-        """Returns a copy of the sequences with the numbers `rows`, in that order, with all columns."""
+        """Returns a copy of the sequences with the numbers `rows`, in that order, with all columns; a number may
+        repeat."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         at = self.index(rows)
         return Sequences(self.lengths[rows], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
@@ -147,7 +149,8 @@ def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
 
 
 def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the concatenation of `arange(start, start + length)` over all pairs of `starts` and `lengths`, int64."""
+    """Returns the concatenation of `arange(start, start + length)` over all pairs of `starts` and `lengths`, int64 on
+    the CPU; empty without pairs."""
     before = lengths.cumsum(0) - lengths
     offsets = (starts - before).repeat_interleave(lengths)
     return torch.arange(len(offsets)) + offsets
