@@ -127,7 +127,8 @@ def planned_inputs(
 
 
 def check_own_code(config: Config) -> None:
-    """Tries a generator of the user (`rollout.generator`) with stand-ins; does nothing without one.
+    """Tries a generator (`rollout.generator`) and an order of a step (`run.loop`) of the user with stand-ins; does
+    nothing without either.
 
     Raises:
         UserError: The code cannot be loaded, or fails.
@@ -136,6 +137,10 @@ def check_own_code(config: Config) -> None:
         from skyrl_mega.rollout.generators import trial  # the agent loop, which other checks do without
 
         trial.check(config)
+    if config.run.loop is not None:
+        from skyrl_mega.trainer import plan_trial
+
+        plan_trial.check(config)
 
 
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:

@@ -95,35 +95,37 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
     function = load(name, key, kind="function")
     if not callable(function):
         raise UserError(f"it is not callable; allowed is a function of {takes}", key=key, value=shown(name))
-    check_takes_two(function, f"{key} = {shown(name)}", takes)
+    check_takes(function, f"{key} = {shown(name)}", takes)
     return function
 
 
-def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> None:
-    """Checks that a function can be called with two positional arguments; their types and order are not checked.
+def check_takes(function: Callable[..., Any], setting: str, takes: str, count: int = 2) -> None:
+    """Checks that a function can be called with positional arguments; their types and order are not checked.
 
     A function written in C without a readable signature passes.
 
     Args:
         function: The function.
         setting: Setting and value, as subject of the error.
-        takes: Names of the two parameters, for the error.
+        takes: Names of the parameters, for the error.
+        count: Number of arguments, 1 or 2.
 
     Raises:
-        UserError: The function does not accept two arguments.
+        UserError: The function does not accept this number of arguments.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (ValueError, TypeError):  # a function written in C may have no signature
         return
     try:
-        signature.bind(None, None)
+        signature.bind(*[None] * count)
     except TypeError as error:
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
         ]
         plain_signature = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-        raise UserError(f"it takes {plain_signature}", key=setting, fix=f"give it two parameters, {takes}") from error
+        number = "one parameter" if count == 1 else "two parameters"
+        raise UserError(f"it takes {plain_signature}", key=setting, fix=f"give it {number}, {takes}") from error
 
 
 def path_forms(kind: str) -> str:

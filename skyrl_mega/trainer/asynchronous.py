@@ -90,7 +90,9 @@ class Asynchronous:
         with step.phase("generate", total=self.wanted) as progress:
             while (chosen := self._choose()) is None:
                 self._wait(progress)
-        self.taken = step.number, chosen, self.left_out
+        number, taken, left_out = self.taken
+        before, dropped = (taken, left_out) if number == step.number else ([], [])  # a step may take groups repeatedly
+        self.taken = step.number, [*before, *chosen], [*dropped, *self.left_out]
         groups = [finished.group for finished in chosen]
         step.trajectories += [t for finished in (*chosen, *self.left_out) for t in finished.group.trajectories]
         if self.config.algorithm.dynamic_sampling.enabled:

@@ -34,6 +34,7 @@ from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.speed import forward_load
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.step_plan import StepFunction, StepPlan, one_update, step_function
 from skyrl_mega.trajectories.trajectory import Group
 
 
@@ -46,22 +47,27 @@ def train(run: Run) -> None:
         CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
         ActorFailed, ClusterError: A rank failed, or no engine or rollout worker is left; or arrays were lost.
-        UserError: Too many environments failed.
+        UserError: Too many environments failed, or the function of `run.loop` is wrong.
         OSError: A file of the run could not be written.
     """
+    function = step_function(run.config)
     with polling_for_stop():
         run.evaluate_before_training()
         try:
             while not run.finished:
-                take_step(run)
+                take_step(run, function)
         except GracefulStop:
             run.save_before_exit()
             raise
 
 
-def take_step(run: Run) -> None:
+def take_step(run: Run, function: StepFunction = one_update) -> None:
     """Runs one RL step: generates groups, trains, syncs the engines, evaluates and saves if due. Without groups neither
     trains nor syncs.
+
+    Args:
+        run: The run.
+        function: Calls the parts of the step in its order (`run.loop`); the default generates and trains.
 
     Raises:
         GracefulStop: A graceful end was requested before training began, so that the step is abandoned, or during the
@@ -70,23 +76,8 @@ def take_step(run: Run) -> None:
         CannotLearn, EngineDiffers, ActorFailed, ClusterError, UserError, OSError: See `train`.
     """
     run.shutdown.raise_if_requested()
-    step = run.next_step()
-    groups = run.rollouts.next_groups(step)
-    with run.shutdown.defer():
-        run.record_rollouts(step)
-        if groups:  # dynamic sampling may have found no group with a signal
-            train_on(run, step, groups)
-            run.version = step.number
-            run.end_if_engine_differs(step)
-            run.rollouts.before_sync(step)
-            with step.phase("sync"):
-                step.record(run.sync.sync(step.number))
-            run.rollouts.synced(step.number)
-        if run.due(run.config.evaluation.every, step.number):
-            run.evaluate(step)
-        run.complete(step)
-        run.save_if_due()
-        run.health.end_if_stuck(step.number)
+    with StepPlan(run, run.next_step(), train_on) as plan:
+        function(plan)
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:

@@ -40,10 +40,10 @@ class RolloutSource:
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
-            return self._with_greedy(self._round(wanted, 0, step), step)
+            return self._with_greedy(self._round(wanted, step), step)
         selection = GroupSelection(self.config.algorithm, wanted)
         while not selection.complete and selection.rounds < dynamic.max_rounds:
-            groups = self._round(selection.prompts_to_sample(self.stream.remaining), selection.rounds, step)
+            groups = self._round(selection.prompts_to_sample(self.stream.remaining), step)
             if not groups:
                 break  # fewer prompts are left in the last epoch
             selection.add(groups)
@@ -80,11 +80,12 @@ class RolloutSource:
     def close(self) -> None:
         """Does nothing: no rollout is in progress between steps."""
 
-    def _round(self, count: int, number: int, step: Step) -> list[Group]:
+    def _round(self, count: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt
         chosen = self.stream.take(count)
         if not chosen:
             return []
+        number, step.rounds = step.rounds, step.rounds + 1
         with step.phase("generate", total=count * samples) as progress:
             groups = self.generator.generate(
                 [self.prompts[i] for i in chosen],

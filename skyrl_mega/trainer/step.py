@@ -35,6 +35,8 @@ class Step:
     """`time.perf_counter()` at the beginning of the step."""
     spans: list[Span] = field(default_factory=list)
     """Spans of phases and of the moves before phases."""
+    rounds: int = 0
+    """Rounds of sampling so far; each has random streams of its own."""
     loads: dict[str, PassWork] = field(default_factory=dict)
     """Work of the policy's ranks by phase, in forward passes; an optimizer step counts as three."""
 

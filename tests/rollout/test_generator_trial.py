@@ -10,6 +10,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.generators import check_generator
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.rollout.generators import load, trial
+from skyrl_mega.trainer import plan_trial
 from tests.support.generators import write_class
 
 JUDGED = "await (await (await service.open(i)).sample()).step() for i in range(group.samples)"
@@ -98,3 +99,14 @@ def test_settings_that_a_generator_cannot_keep_are_refused() -> None:
         config.environment = settings
         with pytest.raises(UserError, match=rf"environment.{key} = "):
             check_generator(config)
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "generators.md").read_text()
+    for name, lines in (("my_generator.py", 40), ("my_step.py", 40)):
+        (tmp_path / name).write_text(text := page.split(f"# {name}\n")[1].split("```")[0])
+        assert len(text.splitlines()) <= lines
+    trial.check(config_of(f"{tmp_path}/my_generator.py:SecondThoughts", tries=3))
+    config = Config()
+    config.run.loop = f"{tmp_path}/my_step.py:two_generations"
+    plan_trial.check(config)

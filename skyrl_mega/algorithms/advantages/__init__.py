@@ -112,7 +112,7 @@ def find(name: str) -> Estimator:
     """
     estimator: Estimator = imports.function_by_name(name, ADVANTAGES, "algorithm.advantage", TAKES)
     if isinstance(estimator, PerToken):
-        imports.check_takes_two(estimator.estimate, f"algorithm.advantage = {name}", TAKES)
+        imports.check_takes(estimator.estimate, f"algorithm.advantage = {name}", TAKES)
     return estimator
 
 

@@ -24,6 +24,10 @@ class RunConfig:
     each other between turns, so that engines compute the same batches; torch, Megatron and Transformer Engine use
     deterministic algorithms; on GPUs vLLM uses batch-invariant kernels (`VLLM_BATCH_INVARIANT`, compute capability
     9.0). Slower; requires `rollout.trajectory_timeout_s=null`."""
+    loop: Optional[str] = None
+    """Import path (`package.module:function` or `path/to/file.py:function`) of your own order of the parts of an RL
+    step, a function of a StepPlan (docs/generators.md): several generations, several updates, an evaluation of your
+    own. null generates, trains and syncs once."""
     steps: Optional[int] = at_least(0, None)
     """Maximum number of RL steps; null trains until `epochs` are done."""
     epochs: int = at_least(1, 1)

@@ -1,0 +1,162 @@
+"""Trial of a function of `run.loop` before a run: a few steps with stand-ins, without a process.
+
+Without a trial, a wrong name or a wrong order appears only in the first step, after the start of engines and policy.
+"""
+
+from __future__ import annotations
+
+import traceback
+from array import array
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from io import StringIO
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
+from skyrl_mega.config.schema import Config
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.step_plan import KEY, PartOrder, PlanFault, StepPlan, step_function
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
+
+STEPS = (1, 2, 3, 50)
+"""Numbers of the steps tried; the last is without groups, as at the end of the data."""
+
+
+class _NotRunnableHere(Exception):
+    """The function uses a part of the run that exists only in a run."""
+
+
+class TrialPlan:
+    """A `StepPlan` with stand-ins: the same methods and the same order, without effect.
+
+    Args:
+        config: The settings.
+        number: Number of the step.
+        empty: True if no groups come.
+    """
+
+    def __init__(self, config: Config, number: int, *, empty: bool) -> None:
+        self.run, self.config, self.number, self.empty = _RunProbe(), config, number, empty
+        self.step = Step(number, Console(StringIO()))
+        self._order = PartOrder(config)
+
+    @property
+    def generated(self) -> int:
+        """Number of calls of `generate`."""
+        return self._order.generated
+
+    def generate(self) -> list[Group]:
+        """Returns a group of each of two prompts."""
+        self._order.generate()
+        groups = [] if self.empty else [_group(i, self.config.data.samples_per_prompt) for i in range(2)]
+        self.step.trajectories += [t for group in groups for t in group.trajectories]
+        return groups
+
+    def train(self, groups: Sequence[Group]) -> None:
+        """Checks the groups."""
+        self._order.train(groups)
+        if wrong := next((group for group in groups if not isinstance(group, Group)), None):
+            raise PlanFault(f"train is given a {type(wrong).__name__}; allowed is a list of groups from generate")
+        self._order.recorded = True
+
+    def sync(self) -> None:
+        """Checks the order."""
+        self._order.sync()
+
+    def evaluate(self) -> None:
+        """Checks the order."""
+        self._order.recorded = True
+        self.sync_if_trained()
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Checks that the metrics are numbers by name."""
+        for name, value in metrics.items():
+            if not isinstance(name, str) or not isinstance(value, int | float):
+                raise PlanFault(f"record is given {shown({name: value})}; allowed are names with numbers")
+        self.step.record(dict(metrics))
+
+    def sync_if_trained(self) -> None:
+        """Checks the order."""
+        if self._order.stale:
+            self.sync()
+
+
+def check(config: Config) -> None:
+    """Calls the function of `run.loop` for a few steps with stand-ins. Does nothing without the setting. A function
+    that uses `plan.run` is tried up to there only.
+
+    Raises:
+        UserError: The function cannot be imported, raises, names a part that does not exist, calls the parts in an
+            impossible order, or generates nothing.
+    """
+    if config.run.loop is None:
+        return
+    function = step_function(config)
+    for number in STEPS:
+        plan = TrialPlan(config, number, empty=number == STEPS[-1])
+        try:
+            function(plan)  # type: ignore[arg-type]
+        except _NotRunnableHere:
+            return
+        except UserError:
+            raise
+        except Exception as error:
+            raise _refusal(error, config.run.loop) from error
+        if not plan.generated:
+            raise PlanFault("it ends a step without generate, and the run would never end; call generate in every step")
+
+
+def _refusal(error: Exception, path: str) -> UserError:
+    lines = traceback.extract_tb(error.__traceback__)
+    text = f"it raised {type(error).__name__}: {error} ({lines[-1].filename}, line {lines[-1].lineno})"
+    fix = ""
+    if isinstance(error, AttributeError) and isinstance(error.obj, TrialPlan | _RunProbe):
+        known = StepPlan if isinstance(error.obj, TrialPlan) else Run
+        names = sorted(name for name in {*dir(known), *_fields(known)} if not name.startswith("_"))
+        near = get_close_matches(error.name or "", names, n=1)
+        what = "the plan" if known is StepPlan else "the run"
+        text = f"{what} has no {error.name} ({lines[-1].filename}, line {lines[-1].lineno})"
+        fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+    return UserError(text, key=KEY, value=path, fix=fix)
+
+
+class _RunProbe:
+    """Stands for the run: every part that a run has ends the trial."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_") or name not in {*dir(Run), *_fields(Run)}:
+            raise AttributeError(f"the run has no {name}", name=name, obj=self)
+        raise _NotRunnableHere
+
+
+def _fields(cls: type) -> set[str]:
+    if cls is StepPlan:
+        return {"run", "config", "number", "step"}
+    return set(getattr(cls, "__dataclass_fields__", {}))
+
+
+def _group(number: int, samples: int) -> Group:
+    """Returns a group whose rewards are 0, 1, 0, …."""
+    prompt = Prompt(number, [{"role": "user", "content": "q"}], "trial", {})
+    return Group(prompt, [_trajectory(prompt, sample) for sample in range(samples)])
+
+
+def _trajectory(prompt: Prompt, sample: int) -> Trajectory:
+    return Trajectory(
+        prompt,
+        sample,
+        tokens=array("i", [1, 2, 3]),
+        mask=array("b", [0, 1, 1]),
+        logprobs=array("f", [0.0, -0.5, -0.5]),
+        prompt_length=1,
+        reward=float(sample % 2),
+        status=Status.COMPLETED,
+        turns=1,
+        versions=[(0, 1)],
+        messages=[*prompt.messages, {"role": "assistant", "content": "a"}],
+        seconds={"generate": 0.0, "env": 0.0},
+        steps=[TrajectoryStep(Kind.PROMPT, 0, 1, messages=1), TrajectoryStep(Kind.RESPONSE, 1, 3, messages=1)],
+    )

@@ -1,0 +1,200 @@
+"""The parts of an RL step in an order of one's own (`run.loop`, docs/generators.md).
+
+A step generates, trains and syncs, each part possibly several times. Metrics, checkpoints, evaluations, health and
+signals belong to every step, whatever the order of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from skyrl_mega.common import imports
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group
+
+KEY = "run.loop"
+TrainOn = Callable[[Run, Step, list[Group]], None]
+"""Type of `loop.train_on`."""
+
+
+class PlanFault(UserError):
+    """A function of `run.loop` called a part at the wrong time or with something wrong."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, key=KEY, fix="see docs/generators.md for the parts of a step")
+
+
+class StepPlan:
+    """An RL step in progress. As a context manager: the block calls the parts; its end completes the step.
+
+    Args:
+        run: The run.
+        step: The step.
+        train_on: Trains on groups (`loop.train_on`).
+    """
+
+    def __init__(self, run: Run, step: Step, train_on: TrainOn) -> None:
+        self.run, self.config, self.number = run, run.config, step.number
+        self.step, self._train_on = step, train_on
+        self._stack = ExitStack()
+        self._order = PartOrder(run.config)
+
+    def generate(self) -> list[Group]:
+        """Generates groups for `data.prompts_per_step` further prompts and returns the groups; fewer or none at the end
+        of the data, or if dynamic sampling finds no signal. A requested end of the run abandons the step here.
+
+        Raises:
+            PlanFault: The step has trained already, or `asynchrony.mode` is `one_step` and the step has its groups.
+            ActorFailed, UserError: See `Rollouts.next_groups`.
+        """
+        self._order.generate()
+        return self.run.rollouts.next_groups(self.step)
+
+    def train(self, groups: Sequence[Group]) -> None:
+        """Trains policy and critic on groups: log-probs, advantages over all of these groups, optimizer steps by
+        `data.mini_batch_prompts`. Does nothing without groups. The metrics of a second call replace those of the first.
+
+        Raises:
+            PlanFault: The value is no list of groups, or nothing was generated in this step.
+            EngineDiffers, ActorFailed, ClusterError, UserError: See `loop.train`.
+        """
+        self._order.train(groups)
+        self._record_rollouts()
+        if groups:
+            self._train_on(self.run, self.step, [*groups])
+            self.run.version = self.number
+            self.run.end_if_engine_differs(self.step)
+
+    def sync(self) -> None:
+        """Sends the policy's weights to the engines, once in a step; does nothing if the step has not trained. A step
+        that trained always ends with a sync, so that only parts that follow the sync need this call.
+
+        Raises:
+            PlanFault: The engines already have weights of this step.
+            ActorFailed: See `WeightSync.sync`.
+        """
+        if self._order.sync():
+            self.run.rollouts.before_sync(self.step)
+            with self.step.phase("sync"):
+                self.step.record(self.run.sync.sync(self.number))
+            self.run.rollouts.synced(self.number)
+
+    def evaluate(self) -> None:
+        """Syncs if needed, and scores the evaluation prompts: `eval/…`. Without this call `evaluation.every` decides.
+
+        Raises:
+            ActorFailed, UserError: See `Run.evaluate`.
+        """
+        self._record_rollouts()
+        self.sync_if_trained()
+        self._order.evaluated = True
+        self.run.evaluate(self.step)
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics, by full name such as `mine/share`, to the step's row."""
+        self.step.record(dict(metrics))
+
+    def sync_if_trained(self) -> None:
+        """Syncs unless the engines have the policy's weights."""
+        if self._order.stale:
+            self.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if kind is None:
+            with self._stack:
+                self._finish()
+        else:
+            self._stack.__exit__(kind, error, where)
+
+    def _record_rollouts(self) -> None:
+        """Ends the part of the step that a requested end of the run abandons: writes trajectories and their metrics."""
+        if not self._order.generated:
+            raise PlanFault("the step has no groups; call generate in every step")
+        if not self._order.recorded:
+            self._stack.enter_context(self.run.shutdown.defer())
+            self.run.record_rollouts(self.step)
+            self._order.recorded = True
+
+    def _finish(self) -> None:
+        run, step = self.run, self.step
+        self._record_rollouts()
+        self.sync_if_trained()
+        if not self._order.evaluated and run.due(run.config.evaluation.every, step.number):
+            run.evaluate(step)
+        run.complete(step)
+        run.save_if_due()
+        run.health.end_if_stuck(step.number)
+
+
+class PartOrder:
+    """The parts called so far in a step, and the rules of their order."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.generated = 0
+        self.recorded = self.trained = self.synced = self.evaluated = False
+
+    @property
+    def stale(self) -> bool:
+        """True if the step trained and the engines do not have its weights."""
+        return self.trained and not self.synced
+
+    def generate(self) -> None:
+        """Notes a call of `generate`; raises PlanFault if it is not allowed now."""
+        if self.recorded:
+            raise PlanFault("generate comes after train or evaluate; a step's groups are of one policy: generate first")
+        if self.generated and self.config.asynchrony.mode == "one_step":
+            raise PlanFault("generate is called twice; asynchrony.mode=one_step has one batch for a step; give off")
+        self.generated += 1
+
+    def train(self, groups: object) -> None:
+        """Notes a call of `train`; raises PlanFault if it is not allowed now, or not with this value."""
+        if not isinstance(groups, list | tuple):
+            raise PlanFault(f"train is given {type(groups).__name__}; allowed is a list of groups from generate")
+        if not self.generated:
+            raise PlanFault("train comes before generate; a step trains on groups of its own: generate first")
+        if self.synced:
+            raise PlanFault("train comes after sync; engines get one version of the weights in a step: train first")
+        self.trained = self.trained or bool(groups)
+
+    def sync(self) -> bool:
+        """Notes a call of `sync`, and returns True if there is something to send; raises PlanFault for a second."""
+        if self.synced:
+            raise PlanFault("sync is called twice; engines get one version of the weights in a step: sync once")
+        self.synced = self.trained
+        return self.trained
+
+
+StepFunction = Callable[[StepPlan], object]
+
+
+def one_update(plan: StepPlan) -> None:
+    """The built-in step: generate, train, sync."""
+    plan.train(plan.generate())
+
+
+def step_function(config: Config) -> StepFunction:
+    """Returns the function of `run.loop`; the built-in step without the setting.
+
+    Raises:
+        UserError: The function cannot be imported, or cannot be called with a plan.
+    """
+    path = config.run.loop
+    if path is None:
+        return one_update
+    function: StepFunction = imports.load(path, KEY, kind="function")
+    if not callable(function):
+        raise UserError("it is not callable; allowed is a function of a StepPlan", key=KEY, value=path)
+    imports.check_takes(function, f"{KEY} = {path}", "a StepPlan", count=1)
+    return function

@@ -1,0 +1,155 @@
+"""A step's parts in an order of one's own (`run.loop`): tried before a run, and safe in a run."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cluster.channel import StopRequest
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trainer import loop, plan_trial
+from skyrl_mega.trainer.plan_trial import TrialPlan
+from skyrl_mega.trainer.shutdown import GracefulStop
+from skyrl_mega.trainer.step_plan import PlanFault, StepPlan
+from skyrl_mega.trajectories.trajectory import Group
+from tests.trainer.test_stop import FakeRun, run, state, steps
+
+__all__ = ["run"]
+
+
+def write(folder: Path, body: str, head: str = "def mine(plan):") -> str:
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    (folder / "plan.py").write_text(f"{head}\n{lines}\n")
+    return f"{folder}/plan.py:mine"
+
+
+def refusal(path: str, **settings: Any) -> str:
+    config = Config()
+    config.run.loop = path
+    for name, value in settings.items():
+        setattr(config.asynchrony, name, value)
+    with pytest.raises(UserError) as refused:
+        plan_trial.check(config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.fixture
+def calls(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the parts of a run with a stand-in for training."""
+    done: list[str] = []
+    fake: Any = run.rollouts
+
+    def generate(step: Any) -> list[Group]:
+        run.next_groups(step)
+        done.append("generate")
+        return [Group(Prompt(0, [], "e", {}), [])]
+
+    fake.next_groups = generate
+    fake.before_sync = lambda step: None
+    fake.sync = lambda version: done.append(f"sync {version}") or {}
+    fake.synced = lambda version: None
+    monkeypatch.setattr(loop, "train_on", lambda run, step, groups: done.append(f"train {len(groups)}"))
+    monkeypatch.setattr(run, "evaluate", lambda step: done.append("evaluate"))
+    return done
+
+
+def test_two_generations_for_an_update(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    body = "groups = plan.generate() + plan.generate()\nplan.train(groups)\nplan.record({'mine/groups': len(groups)})"
+    run.config.run.loop, run.config.run.steps = write(tmp_path, body), 3
+    plan_trial.check(run.config)
+    loop.train(run)
+    assert calls == [each for n in (1, 2, 3) for each in ("generate", "generate", "train 2", f"sync {n}")]
+    assert [row["mine/groups"] for row in read(run.folder / "metrics.jsonl")] == [2, 2, 2]
+    assert (state(run)["step"], state(run)["stream"]["position"], run.version) == (3, 60, 3)
+
+
+def test_a_step_may_sync_and_evaluate_by_itself(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    body = "groups = plan.generate()\nplan.train(groups)\nplan.train(groups)\nif plan.number == 2:\n    plan.evaluate()"
+    run.config.run.loop, run.config.run.steps, run.config.evaluation.every = write(tmp_path, body), 3, 2
+    loop.train(run)
+    assert calls == [
+        *("generate", "train 1", "train 1", "sync 1"),
+        *("generate", "train 1", "train 1", "sync 2", "evaluate"),
+        *("generate", "train 1", "train 1", "sync 3", "evaluate"),
+    ]
+
+
+@pytest.mark.parametrize(("moment", "last"), [("sample", 2), ("learn", 3)])
+def test_a_signal_abandons_or_finishes_such_a_step(
+    run: FakeRun, calls: list[str], tmp_path: Path, moment: str, last: int
+) -> None:
+    run.config.run.loop = write(tmp_path, "plan.train(plan.generate() + plan.generate())")
+    run.faults[moment, 3] = StopRequest.SOON
+    with pytest.raises(GracefulStop):
+        loop.train(run)
+    assert steps(run) == list(range(1, last + 1)) and state(run)["step"] == last
+    assert state(run)["stream"]["position"] == 20 * last
+
+
+def test_an_error_in_the_function_is_the_one_that_is_raised(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    run.config.run.loop = write(
+        tmp_path, "plan.train(plan.generate())\nif plan.number == 2:\n    raise KeyError('mine')"
+    )
+    run.faults["learn", 2] = StopRequest.SOON
+    with pytest.raises(KeyError, match="mine"):
+        loop.train(run)
+    assert steps(run) == [1]
+
+
+def test_the_trial_has_the_methods_of_a_run() -> None:
+    names = [name for name in vars(StepPlan) if not name.startswith("_")]
+    assert len(names) >= 6
+    for name in names:
+        assert inspect.signature(getattr(StepPlan, name)) == inspect.signature(getattr(TrialPlan, name))
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("pass", "it ends a step without generate"),
+        ("plan.train(plan.sample())", "the plan has no sample (", ),
+        ("plan.train(plan.generat())", "did you mean generate?"),
+        ("plan.train(plan.generate()[0])", "train is given Group; allowed is a list of groups"),
+        ("plan.train([1]) if plan.generate() else None", "train is given a int; allowed is a list of groups"),
+        ("plan.train([])", "train comes before generate"),
+        ("plan.train(plan.generate())\nplan.generate()", "generate comes after train"),
+        ("plan.train(plan.generate())\nplan.sync()\nplan.sync()", "sync is called twice"),
+        ("g = plan.generate()\nplan.train(g)\nplan.sync()\nplan.train(g)", "train comes after sync"),
+        ("plan.record({'a': 'b'})", 'record is given {"a": "b"}'),
+        ("plan.generate()\nplan.run.polcy", "the run has no polcy ("),
+        ("max(plan.generate(), key=len)", "it raised TypeError"),
+        ("plan.train([max(plan.generate(), key=lambda group: sum(group.rewards))])", "it raised ValueError: max()"),
+    ],
+)  # fmt: skip
+def test_a_trial_finds_wrong_names_and_orders(tmp_path: Path, body: str, error: str) -> None:
+    assert error in refusal(write(tmp_path, body))
+
+
+def test_paths_signatures_and_modes_are_checked(tmp_path: Path) -> None:
+    assert "none.py does not exist" in refusal(f"{tmp_path}/none.py:mine")
+    path = write(tmp_path, "pass", "def mine(run, step):")
+    assert "it takes (run, step); give it one parameter, a StepPlan" in refusal(path)
+    (tmp_path / "two.py").write_text("def mine(plan):\n    plan.train(plan.generate() + plan.generate())\n")
+    assert "generate is called twice; asynchrony.mode=one_step" in refusal(f"{tmp_path}/two.py:mine", mode="one_step")
+    config = Config()
+    config.run.loop = f"{tmp_path}/two.py:mine"
+    plan_trial.check(config)
+    (tmp_path / "run.py").write_text("def mine(plan):\n    plan.train(plan.generate())\n    plan.run.policy.group\n")
+    config.run.loop = f"{tmp_path}/run.py:mine"
+    plan_trial.check(config)
+    config.run.loop = None
+    plan_trial.check(config)
+
+
+def test_a_step_without_groups_ends_the_run(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    run.config.run.loop = write(tmp_path, "if plan.number == 1:\n    plan.generate()")
+    with pytest.raises(PlanFault, match="call generate in every step"):
+        loop.train(run)
+    assert calls == ["generate"]
