@@ -19,7 +19,7 @@ from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
 from skyrl_mega.rollout.gate import Gate
 from skyrl_mega.rollout.generators import load
 from skyrl_mega.rollout.generators.group_player import GroupPlayer
-from skyrl_mega.rollout.player import Player
+from skyrl_mega.rollout.player import Player, PlaysGroups
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.workers.client import WorkerClient
 from skyrl_mega.rollout.workers.group import Workers
@@ -147,22 +147,27 @@ class Generator:
             service: True for a service (`Router`), in which trajectories do not wait for each other.
         """
         if self.workers is not None:
-            client = WorkerClient(self.workers, self.fleet, sampling, service=service, spans=self._spans)
-            if self.counts_are_read:
-                client.on_counts = self.timeline.merge
-            return SlotPlayer(client, self.slots)
+            return SlotPlayer(self._client(self.workers, sampling, service=service), self.slots)
         agent = self._agent(sampling, service=service)
         return agent if self.slots.most is None else SlotPlayer(agent, self.slots)
 
-    def group_player(self, sampling: SamplingConfig, *, service: bool = False) -> GroupPlayer:
+    def group_player(self, sampling: SamplingConfig, *, service: bool = False) -> PlaysGroups:
         """Returns a player of whole groups by `rollout.generator`, which must be set; see `player`.
 
         Raises:
             UserError: The generator cannot be imported or created.
         """
+        if self.workers is not None:
+            return self._client(self.workers, sampling, service=service)
         own = load.create(self.rollout)
         assert own is not None
         return GroupPlayer(self._agent(sampling, service=service), own)
+
+    def _client(self, workers: Workers, sampling: SamplingConfig, *, service: bool) -> WorkerClient:
+        client = WorkerClient(workers, self.fleet, sampling, service=service, spans=self._spans)
+        if self.counts_are_read:
+            client.on_counts = self.timeline.merge
+        return client
 
     def _agent(self, sampling: SamplingConfig, *, service: bool) -> Agent:
         factory = AgentFactory(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)

@@ -1,7 +1,8 @@
-"""The interface for running a trajectory."""
+"""The interfaces for running a trajectory, and a whole group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from skyrl_mega.envs.prompt import Prompt
@@ -29,6 +30,28 @@ class Player(Protocol):
             name: Unique name; the source of the requests' names and random stream.
             start: Awaited before the first turn (`Gate`); None: nothing is awaited. It is ignored if the number of open
                 environments is limited, or workers run the trajectories.
+
+        Raises:
+            NoServingActor: No engine is left, in a phase.
+            ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
+        """
+
+
+class PlaysGroups(Protocol):
+    """Runs whole groups by `rollout.generator`: in this process, or the client of the rollout workers."""
+
+    @property
+    def router(self) -> Router | WorkerClient:
+        """The router of the groups' requests."""
+
+    async def play_group(self, prompt: Prompt, names: Sequence[str], start: Start | None = None) -> list[Trajectory]:
+        """Runs a group and returns its trajectories, closing all environments. A fault of the generator's code or of an
+        environment gives trajectories with a failed status.
+
+        Args:
+            prompt: The prompt.
+            names: Unique name of each trajectory.
+            start: Awaited before the first request; None: nothing is awaited. It is ignored if workers run the group.
 
         Raises:
             NoServingActor: No engine is left, in a phase.

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
@@ -21,9 +21,8 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import ServiceLoop, cancel_all
 from skyrl_mega.rollout.gate import Gate, Start
-from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.journal import RecordedTurn
-from skyrl_mega.rollout.player import Player
+from skyrl_mega.rollout.player import Player, PlaysGroups
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 TOGETHER_S = 1.0
@@ -70,9 +69,19 @@ class RolloutService:
         fleet: The engines of the player.
         loop: The event loop of the player.
         timeout_s: Seconds for the engines to forget cached prefixes (`rollout.request_timeout_s`).
+        own: True if the player runs whole groups (`rollout.generator`).
     """
 
-    def __init__(self, player: Player | GroupPlayer, fleet: Fleet, loop: ServiceLoop, timeout_s: float) -> None:
+    def __init__(
+        self,
+        player: Player | PlaysGroups,
+        fleet: Fleet,
+        loop: ServiceLoop,
+        timeout_s: float,
+        *,
+        own: bool = False,
+    ) -> None:
+        self.own = own
         self.player, self.fleet, self.loop, self.timeout_s = player, fleet, loop, timeout_s
         self.under_way: dict[int, Ticket] = {}
         """Number → ticket of each unfinished group; used only by the caller's thread."""
@@ -168,15 +177,15 @@ class RolloutService:
 
     def _work(self, wanted: list[tuple[Ticket, Prompt]]) -> list[Coroutine[Any, Any, None]]:
         """Returns the coroutine of each wanted group."""
-        if isinstance(self.player, GroupPlayer):
-            gate, player = Gate(len(wanted), TOGETHER_S), self.player
+        if self.own:
+            gate, player = Gate(len(wanted), TOGETHER_S), cast(PlaysGroups, self.player)
             return [self._own_group(player, *one, start) for one, start in zip(wanted, gate.starts, strict=True)]
         starts = iter(Gate(sum(len(ticket.left) for ticket, _ in wanted), TOGETHER_S).starts)
         return [
             self._group(ticket, prompt, {sample: next(starts) for sample in ticket.left}) for ticket, prompt in wanted
         ]
 
-    async def _own_group(self, player: GroupPlayer, ticket: Ticket, prompt: Prompt, start: Start) -> None:
+    async def _own_group(self, player: PlaysGroups, ticket: Ticket, prompt: Prompt, start: Start) -> None:
         """Runs a whole group by a generator of the user."""
         trajectories = await player.play_group(prompt, ticket.names, start)
         for name in ticket.names:
@@ -189,8 +198,7 @@ class RolloutService:
 
         async def play(sample: int, start: Start) -> None:
             name = ticket.names[sample]
-            assert not isinstance(self.player, GroupPlayer)
-            played[sample] = await self.player.play(prompt, sample, name, start)
+            played[sample] = await cast(Player, self.player).play(prompt, sample, name, start)
             self.player.router.forget(name)
 
         playing = [asyncio.create_task(play(sample, start)) for sample, start in starts.items()]

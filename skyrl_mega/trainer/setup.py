@@ -242,7 +242,7 @@ def rollouts_of(
     assert isinstance(generator.loop, BackgroundLoop)
     own, sampling = config.rollout.generator is not None, config.rollout.sampling
     player = generator.group_player(sampling, service=True) if own else generator.player(sampling, service=True)
-    service = RolloutService(player, generator.fleet, generator.loop, config.rollout.request_timeout_s)
+    service = RolloutService(player, generator.fleet, generator.loop, config.rollout.request_timeout_s, own=own)
     return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
 
 

@@ -95,10 +95,9 @@ def test_settings_that_a_generator_cannot_keep_are_refused() -> None:
     with pytest.raises(UserError, match=r"run.deterministic = true: rollout.generator=tree_search decides"):
         check_generator(config)
     config.run.deterministic = False
-    for settings, key in ((EnvironmentConfig(processes=2), "processes"), (EnvironmentConfig(slots=4), "slots")):
-        config.environment = settings
-        with pytest.raises(UserError, match=rf"environment.{key} = "):
-            check_generator(config)
+    config.environment = EnvironmentConfig(slots=4)
+    with pytest.raises(UserError, match=r"environment.slots = 4"):
+        check_generator(config)
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:

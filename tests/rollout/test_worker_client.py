@@ -49,6 +49,33 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
     assert slots.use.most == 8
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_group_comes_whole_and_once(seed: int) -> None:
+    chance = Random(seed)
+
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(3, 12, seed)
+        names = [[f"group {i}/{s}" for s in range(3)] for i in range(40)]
+        playing = [asyncio.create_task(player.play_group(PROMPT, given)) for given in names]
+        abandoned = asyncio.create_task(player.play_group(PROMPT, ["x/0", "x/1"]))
+        await asyncio.sleep(0.5)
+        abandoned.cancel()
+        for _ in range(6):
+            await asyncio.sleep(chance.uniform(0.1, 2))
+            if up := workers.running():
+                chance.choice([*up.values()]).die()
+        played = await asyncio.gather(*playing)
+        assert [[t.sample for t in group] for group in played] == [[0, 1, 2]] * 40
+        assert all(t.remote_arrays.ref.good and t.prompt is PROMPT for group in played for t in group)
+        assert {name for worker in group.every for name in worker.names} >= {name for given in names for name in given}
+        assert all(not link.waiting for link in player.links.values()) and abandoned.cancelled()
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
 def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:
     async def phase() -> None:
         player, group, workers, _, lines = player_of(2, 0)

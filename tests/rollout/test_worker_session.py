@@ -23,6 +23,7 @@ from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Trajector
 from skyrl_mega.rollout.workers.worker import KnownEngines, PhaseSession
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.chats import characters
+from tests.support.generators import Independent, RandomPolicy, agent_of, prompt_of
 
 
 class Waits:
@@ -135,3 +136,25 @@ def test_a_worker_imports_environments_before_it_is_given_trajectories(
         model="", rollout=RolloutConfig(), environments=environments, reward_weights={}, secrets={}, workers_on_node=1
     )
     assert (tmp_path / "is").exists()
+
+
+@pytest.mark.parametrize("fault", ["", "3 processes died with it"])
+def test_a_group_is_reported_trajectory_by_trajectory(characters_chat: Renderer, fault: str) -> None:
+    agent = agent_of(characters_chat, RandomPolicy(characters_chat))
+    agent.router.journal = Journal()
+    equipment: Any = SimpleNamespace(agent=lambda *_, **__: agent)
+    sampling: Any = None
+    names = ("0/1/0", "0/1/1", "0/1/2")
+
+    async def everything() -> tuple[list[Any], list[Any]]:
+        session = PhaseSession(equipment, sampling, False, EngineView("engine", [], [], [], 0), Independent({}))
+        session.play(TrajectoryJob(5, prompt_of(), 0, names[0], False, fault=fault, names=names))
+        events: list[Any] = []
+        while len(events) < 3:
+            events += await session.events()
+        return events, [session.hand_over(key) for key in (5, 6, 7)]
+
+    events, arrays = asyncio.run(everything())
+    assert [(event.key, event.trajectory.sample) for event in events] == [(5, 0), (6, 1), (7, 2)]
+    assert [event.trajectory.status.failed for event in events] == [bool(fault)] * 3
+    assert len({tuple(array.tokens.tokens.tolist()) for array in arrays}) == (1 if fault else 3)

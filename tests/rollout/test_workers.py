@@ -38,6 +38,7 @@ from tests.support.engines import build_model, serving, spec_of, start_engine
 ROLLOUT = RolloutConfig(
     kv_cache_gib=0.1, max_prompt_tokens=40, max_length=120, max_turns=3, restarts=1, env_timeout_s=30.0
 )
+TREES = replace(ROLLOUT, generator="tree_search", generator_options={"depth": 1, "tokens": 4})
 SAMPLING = SamplingConfig(max_tokens=12)
 CLASSES = {name.lower(): f"tests.rollout.user_envs:{name}" for name in ("Talk", "Slow", "Noted")}
 HERE = EnvironmentConfig(classes=CLASSES)
@@ -60,7 +61,7 @@ def engines(model: Path) -> Iterator[ActorGroup]:
 @pytest.fixture(scope="module")
 def workers(model: Path, engines: ActorGroup) -> Iterator[Workers]:
     with ExitStack() as stack:
-        config = Config(rollout=ROLLOUT, environment=THERE)
+        config = Config(rollout=TREES, environment=THERE)
         started = start_workers(Setup(config, {}, model, device="cpu", folder=model.parent, stack=stack, say=print))
         assert started is not None
         yield started
@@ -97,6 +98,16 @@ def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Work
     )
     assert all(t.prompt is asked[i // 4] for i, t in enumerate(remote)), "the driver's own prompts"
     assert max(t.seconds["slot"] for t in remote) > 0, "48 over 16 slots"
+
+
+def test_whole_groups_are_those_of_the_driver(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
+    asked, made = prompts(6), []
+    for environment, players in ((HERE, None), (replace(THERE, slots=None), workers)):
+        with Generator(serving(engines), chat, TREES, environment, workers=players) as generator:
+            groups = generator.generate(asked, 4, SAMPLING, seed="0/2", own=True)
+        made.append([told(t) for group in groups for t in group.trajectories])
+        assert all(t.prompt is asked[i] for i, group in enumerate(groups) for t in group.trajectories)
+    assert made[0] == made[1] and len(made[0]) == 24
 
 
 def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:

@@ -87,9 +87,10 @@ class Worker:
     async def _play(self, session: str, jobs: list[TrajectoryJob]) -> None:
         assert session in self.queues
         for job in jobs:
-            self.names.append(job.name)
+            self.names += job.names or (job.name,)
             if job.key in self.early:
-                self.queues[session].put_nowait(Cancelled(job.key))
+                for key in job.keys:
+                    self.queues[session].put_nowait(Cancelled(key))
                 continue
             self.tasks[job.key] = asyncio.create_task(self._one(job, self.queues[session]))
 
@@ -100,13 +101,15 @@ class Worker:
                 self.die()
                 return
         except asyncio.CancelledError:
-            said.put_nowait(Cancelled(job.key))
+            for key in job.keys:
+                said.put_nowait(Cancelled(key))
             return
         nothing: Any = array("i")
         status = Status.ERROR_INFRASTRUCTURE if job.fault else Status.COMPLETED
-        t = Trajectory(PROMPT, job.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
-        t.metadata["error"] = job.fault
-        said.put_nowait(Finished(job.key, detach_arrays(t)[0], ()))
+        for i, key in enumerate(job.keys):
+            t = Trajectory(PROMPT, job.sample + i, nothing, nothing, nothing, 0, 1.0, status, 1)
+            t.metadata["error"] = job.fault
+            said.put_nowait(Finished(key, detach_arrays(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
         """Returns references to arrays, valid once the last part of the answer arrives without an error."""

@@ -122,7 +122,7 @@ def test_the_trial_has_the_methods_of_a_run() -> None:
         ("plan.train(plan.generate())\nplan.generate()", "generate comes after train"),
         ("plan.train(plan.generate())\nplan.sync()\nplan.sync()", "sync is called twice"),
         ("g = plan.generate()\nplan.train(g)\nplan.sync()\nplan.train(g)", "train comes after sync"),
-        ("plan.record({'a': 'b'})", 'record is given {"a": "b"}'),
+        ("plan.record({'a': 'b'})", "record is given {a: b}"),
         ("plan.generate()\nplan.run.polcy", "the run has no polcy ("),
         ("max(plan.generate(), key=len)", "it raised TypeError"),
         ("plan.train([max(plan.generate(), key=lambda group: sum(group.rewards))])", "it raised ValueError: max()"),

@@ -15,12 +15,9 @@ def check_generator(c: Config) -> Refusals:
     if c.rollout.generator is None:
         return
     name = f"rollout.generator={c.rollout.generator}"
-    fix = "leave it out, or give rollout.generator=null"
     if c.run.deterministic:
         why = f"{name} decides when it asks the policy, so that trajectories cannot wait for one another turn by turn"
         yield "run.deterministic", why, "give run.deterministic=false, or rollout.generator=null", "true"
-    if c.environment.processes:
-        yield "environment.processes", f"{name} runs in the driver's process, beside no rollout workers", fix
     if environment_slots(c.environment) is not None:
         why = f"{name} opens as many environments for a prompt as it likes, and groups would wait for one another"
         yield "environment.slots", why, "give environment.slots=null and no containers, or rollout.generator=null"

@@ -92,7 +92,7 @@ class WorkerLink:
     def received(self) -> set[int]:
         """Returns the keys of the jobs in progress already sent to the worker; empty until the worker knows the
         session."""
-        return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
+        return self.waiting.keys() - {key for job in self.jobs for key in job.keys} if self.ready else set()
 
     def report_crash(self, cause: str) -> None:
         """Raises the worker's crash in all tasks waiting for trajectories on this worker; the tasks choose another
@@ -158,16 +158,28 @@ class WorkerClient:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or no engine or worker is left and none restarts.
         """
+        (trajectory,) = await self._play(prompt, sample, name)
+        return trajectory
+
+    async def play_group(self, prompt: Prompt, names: Sequence[str], start: Start | None = None) -> list[Trajectory]:
+        """Runs a whole group on a worker, made by `rollout.generator`; otherwise like `play`.
+
+        Raises:
+            NoServingActor, ActorFailed: See `play`.
+        """
+        return await self._play(prompt, 0, names[0], tuple(names))
+
+    async def _play(self, prompt: Prompt, sample: int, name: str, names: tuple[str, ...] = ()) -> list[Trajectory]:
         history, fault = CrashHistory(), ""
         try:
             while True:
                 link = await self._link(history, None if fault else prompt)
-                recorded = self._recorded.get(name, ())
-                job = TrajectoryJob(
-                    next(self._keys), prompt, sample, name, self.spans() is not None, recorded, fault=fault
-                )
+                recorded = [turn for known in names or (name,) for turn in self._recorded.get(known, ())]
+                key, *_ = (next(self._keys) for _ in names or (name,))
+                traced = self.spans() is not None
+                job = TrajectoryJob(key, prompt, sample, name, traced, recorded, fault=fault, names=names)
                 try:
-                    trajectory = await self._run_job(link, job, history)
+                    trajectories = await self._run_job(link, job, history)
                 except _WorkerLost as lost:
                     if lost.received:
                         history.record(link.actor)
@@ -175,8 +187,9 @@ class WorkerClient:
                         fault = self._fault(prompt, name, history, str(lost))
                         history = CrashHistory()
                     continue
-                trajectory.prompt = prompt
-                return trajectory
+                for trajectory in trajectories:
+                    trajectory.prompt = prompt
+                return trajectories
         finally:
             self.workers.cancel_wait(history)
 
@@ -277,23 +290,27 @@ class WorkerClient:
         facts = [_worker_share(facts, len(self.workers.group)) for facts in fleet.facts]
         return EngineView(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
-    async def _run_job(self, link: WorkerLink, job: TrajectoryJob, history: CrashHistory) -> Trajectory:
-        answer = link.waiting[job.key] = asyncio.get_running_loop().create_future()
+    async def _run_job(self, link: WorkerLink, job: TrajectoryJob, history: CrashHistory) -> list[Trajectory]:
+        loop = asyncio.get_running_loop()
+        answers: dict[int, Answer] = {key: loop.create_future() for key in job.keys}
+        link.waiting |= answers
         link.jobs.append(job)
         self._send()
         try:
-            trajectory = await asyncio.shield(answer)
+            trajectories = [await asyncio.shield(answer) for answer in answers.values()]
         except asyncio.CancelledError:
             link.abandoned.append(job.key)
             self._send()
-            await asyncio.wait([answer], timeout=END_S)
-            if answer.done() and not answer.cancelled():
-                answer.exception()
+            await asyncio.wait(answers.values(), timeout=END_S)
             raise
         finally:
+            for answer in answers.values():
+                if answer.done() and not answer.cancelled():
+                    answer.exception()  # marks the error as retrieved
             self.workers.finished(link.actor, history)
-        assert trajectory is not None
-        return trajectory
+        finished = [trajectory for trajectory in trajectories if trajectory is not None]
+        assert len(finished) == len(answers)
+        return finished
 
     def _send(self) -> None:
         """Schedules a message per worker with everything requested in this turn of the event loop."""
@@ -305,8 +322,9 @@ class WorkerClient:
         self._sending = False
         for link in self.links.values():
             unsent, abandoned = {job.key for job in link.jobs}, {*link.abandoned}
-            for key in unsent & abandoned:
-                self._answer(link, key, None)
+            for job in link.jobs:
+                for key in job.keys if job.key in abandoned else ():
+                    self._answer(link, key, None)
             link.jobs = [job for job in link.jobs if job.key not in abandoned]
             link.abandoned = sorted(abandoned - unsent)
             if not link.ready:

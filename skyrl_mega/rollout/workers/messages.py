@@ -35,7 +35,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class TrajectoryJob:
-    """A trajectory to run."""
+    """A trajectory to run, or a whole group for `rollout.generator`."""
 
     key: int
     """Unique key within the session."""
@@ -50,6 +50,13 @@ class TrajectoryJob:
     """Turns recorded by an earlier run."""
     fault: str = ""
     """Error text of a trajectory marked as failed; such a trajectory is not run."""
+    names: tuple[str, ...] = ()
+    """Names of a group's trajectories; empty for a single trajectory."""
+
+    @property
+    def keys(self) -> range:
+        """Keys of the trajectories, in order; `key` is the first."""
+        return range(self.key, self.key + max(1, len(self.names)))
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent.agent_factory import AgentFactory
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.rollout.generators import TrajectoryGenerator, load
+from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.workers.messages import (
     Cancelled,
     EngineAwaitsSync,
@@ -84,6 +86,7 @@ class RolloutWorker:
         self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.factory = AgentFactory(chat, rollout, environments, reward_weights, threads)
+        self.generator = load.create(rollout)
         self.sessions: dict[str, PhaseSession] = {}
         self.reported_kills = 0
         """Programs killed for memory, as last reported to the driver."""
@@ -99,7 +102,7 @@ class RolloutWorker:
             service: True for a service: requests without an engine wait instead of failing.
             engines: The driver's view of the engines.
         """
-        new_session = self.sessions[session] = PhaseSession(self.factory, sampling, service, engines)
+        new_session = self.sessions[session] = PhaseSession(self.factory, sampling, service, engines, self.generator)
         new_session.router.count = self.timeline.requests
 
     async def play(self, session: str, jobs: Sequence[TrajectoryJob]) -> None:
@@ -189,8 +192,15 @@ class RolloutWorker:
 class PhaseSession:
     """A session of the driver on this worker, a phase or a service: agent, tasks, finished arrays and events."""
 
-    def __init__(self, factory: AgentFactory, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
-        self.factory, self.sampling = factory, sampling
+    def __init__(
+        self,
+        factory: AgentFactory,
+        sampling: SamplingConfig,
+        service: bool,
+        engines: EngineView,
+        generator: TrajectoryGenerator | None = None,
+    ) -> None:
+        self.factory, self.sampling, self.generator = factory, sampling, generator
         self.engines = KnownEngines(engines, self.report)
         # After a worker crash a request may still run in an engine while another worker retries the trajectory.
         self.agent = factory.agent(self.engines, sampling, service=service, mark=f"@{token_hex(4)}")
@@ -225,7 +235,7 @@ class PhaseSession:
         """Starts a job's trajectory in a task; reports `Cancelled` instead if the job was abandoned before."""
         if job.key in self._abandoned:
             self._abandoned.discard(job.key)
-            self.report(Cancelled(job.key))
+            self._report_each(Cancelled, job)
             return
         task = asyncio.create_task(self._play(job))
         self.tasks[job.key] = task
@@ -266,29 +276,36 @@ class PhaseSession:
         agent = copy(self.agent)
         agent.spans = lambda: spans
         self.journal.add(job.recorded)
+        names = job.names or (job.name,)
         if job.fault:
-            trajectory = agent.failed_trajectory(job.prompt, job.sample, job.fault)
+            samples = range(len(names)) if job.names else [job.sample]
+            trajectories = [agent.failed_trajectory(job.prompt, sample, job.fault) for sample in samples]
+        elif job.names:
+            assert self.generator is not None
+            trajectories = await GroupPlayer(agent, self.generator).play_group(job.prompt, names)
         else:
-            trajectory = await agent.play(job.prompt, job.sample, job.name)
-        small, arrays = detach_arrays(trajectory)
-        small.prompt = DRIVER_PROMPT
-        self.arrays[job.key] = job.name, arrays
-        self.report(Finished(job.key, small, spans or ()))
+            trajectories = [await agent.play(job.prompt, job.sample, job.name)]
+        for key, name, trajectory in zip(job.keys, names, trajectories, strict=True):
+            small, arrays = detach_arrays(trajectory)
+            small.prompt = DRIVER_PROMPT
+            self.arrays[key] = name, arrays
+            self.report(Finished(key, small, (spans or ()) if key == job.key else ()))
+
+    def _report_each(self, event: Callable[[int], WorkerEvent], job: TrajectoryJob) -> None:
+        for key in job.keys:
+            self.report(event(key))
 
     def _ended(self, job: TrajectoryJob, task: asyncio.Task[None]) -> None:
         del self.tasks[job.key]
         self._abandoned.discard(job.key)
         if task.cancelled() or task.exception() is not None:
-            self.journal.forget(job.name)
+            for name in job.names or (job.name,):
+                self.journal.forget(name)
         if task.cancelled():
-            self.report(Cancelled(job.key))
+            self._report_each(Cancelled, job)
         elif (error := task.exception()) is not None:
-            self.report(_failed(job, error))
-
-
-def _failed(job: TrajectoryJob, error: BaseException) -> RolloutFailed:
-    failure = error if isinstance(error, ActorFailed) else ActorFailed("rollout", None, "play", describe(error))
-    return RolloutFailed(job.key, failure)
+            failure = error if isinstance(error, ActorFailed) else ActorFailed("rollout", None, "play", describe(error))
+            self._report_each(lambda key: RolloutFailed(key, failure), job)
 
 
 @dataclass
