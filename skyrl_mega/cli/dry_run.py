@@ -40,6 +40,8 @@ from skyrl_mega.planner.placement import PlannedNode, nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import fullest, shared_gpus
 from skyrl_mega.planner.times import mean_concurrency
+from skyrl_mega.weights.files.cost import file_bytes, file_lines
+from skyrl_mega.weights.members import FILES
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
@@ -279,7 +281,9 @@ def _planned_sync(config: Config, hf: Mapping[str, Any]) -> tuple[Plan, dict[str
     # Without engines of the run, one stands for the servers of rollout.endpoints, whose layout is unknown.
     plan = sync_plan(replace(config, rollout=replace(config.rollout, engines=max(1, config.rollout.engines))), hf)
     sync = _sync(config, plan, time.process_time() - start)
-    if not on_cpu(config):
+    if config.weights.transport == FILES:
+        sync["files"] = file_lines(file_bytes(config, hf), config)
+    elif not on_cpu(config):
         fit.check_sync(config, sync["predicted_seconds"])
     return plan, sync
 

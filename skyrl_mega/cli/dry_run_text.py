@@ -260,6 +260,8 @@ def _containers(v: Values) -> list[str]:
 
 def _sync(v: Values) -> list[str]:
     sync = v["sync"]
+    if "files" in sync:
+        return list(sync["files"])
     slowest = max(sync["seconds"], key=lambda kind: sync["seconds"][kind])
     return [
         f"weight sync: plan {sync['digest']}, on the wire {sync['wire']}",

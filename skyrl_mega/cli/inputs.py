@@ -30,6 +30,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import run_inputs
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
+from skyrl_mega.weights.files.store import SCHEME, open_store
 
 
 def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None) -> Mapping[str, Any]:
@@ -53,6 +54,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     advantages.check(config.algorithm)
     losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
+    check_store(config)
     check_own_code(config)
     run_inputs.check_present(config)
     check_rewriting(config)
@@ -124,6 +126,12 @@ def planned_inputs(
     check_tools(config)
     check_agents(config, environment_names(config))
     return hf, absent
+
+
+def check_store(config: Config) -> None:
+    """Raises UserError if fsspec cannot open the address of the weight files here; does not connect."""
+    if SCHEME in config.weights.files.folder:
+        open_store(config.weights.files.folder)
 
 
 def check_own_code(config: Config) -> None:

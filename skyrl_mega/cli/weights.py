@@ -23,6 +23,7 @@ from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
+from skyrl_mega.weights.members import FILES
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -43,10 +44,17 @@ def plan(argv: Sequence[str]) -> int:
     args = p.parse_intermixed_args(argv)
     config, hf = _settings(args)
 
+    from skyrl_mega.weights.files.cost import file_bytes, file_lines
     from skyrl_mega.weights.plan import report
     from skyrl_mega.weights.plan.cost import cost, host_time
     from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
+    if config.weights.transport == FILES:
+        counted = file_bytes(config, hf)
+        print(
+            json.dumps({"files": counted}) if args.json else "\n".join([_title(config), *file_lines(counted, config)])
+        )
+        return DONE
     start = time.perf_counter()
     transfers = sync_plan(config, hf)
     seconds = time.perf_counter() - start

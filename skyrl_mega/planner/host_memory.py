@@ -36,7 +36,8 @@ from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.placement import PlannedNode
 from skyrl_mega.planner.processes import PHASES, PolicyMemory
 from skyrl_mega.planner.routes import driver_bytes
-from skyrl_mega.planner.times import elements
+from skyrl_mega.planner.times import elements, wire_bytes
+from skyrl_mega.weights.members import FILES
 
 PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
 """Bytes of a Python process with torch and Megatron or vLLM, without any weight."""
@@ -68,6 +69,9 @@ class NodeMemory:
     """Staging buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
     """Tokens and fields of an RL step in Ray's object store, and of the steps generated ahead."""
+    weight_files: int
+    """Bytes of published weights kept by policy ranks, and of fetched weights kept by engine workers
+    (`weights.transport=files`)."""
     shm: int
     """Memory in /dev/shm besides the object store."""
     sandboxes: int
@@ -124,11 +128,21 @@ def host_memory(
         * (1 + _steps_ahead(config))
         if first
         else 0,
+        weight_files=_weight_files(config, decoder, parallel, node),
         sandboxes=int(sandboxes_mib(config) * 2**20)
         if rollout_workers or (first and not config.environment.processes)
         else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
+
+
+def _weight_files(config: Config, decoder: Decoder, parallel: ParallelDims, node: PlannedNode) -> int:
+    """Returns the bytes of weights kept on a node for a sync by files."""
+    if config.weights.transport != FILES:
+        return 0
+    copy, kept = wire_bytes(decoder, config.model.dtype, config.weights.wire == "fp8"), node.workers
+    published = len(node.policy) / parallel.ranks if config.weights.files.full_every > 1 else 0
+    return int(copy * (published + kept / engine_ranks(config.rollout)))
 
 
 def _rollout_workers(config: Config, first: bool) -> int:

@@ -89,7 +89,7 @@ def elements(decoder: Decoder) -> int:
 
 
 @lru_cache(maxsize=16)
-def _wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
+def wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
     """Returns the bytes of a copy of the model on the wire."""
     return copy_bytes(dtype, fp8, huggingface.tensors(decoder), decoder.float32_tensors)
 
@@ -143,7 +143,7 @@ def time_without_generation(config: Config, decoder: Decoder, parallel: Parallel
 def _single_copy_time(config: Config, decoder: Decoder) -> float:
     """Returns the seconds of a sync limited by a single copy of the model into a node."""
     links = Links.from_config(config.cluster)
-    copied = _wire_bytes(decoder, config.model.dtype, config.weights.wire == "fp8")
+    copied = wire_bytes(decoder, config.model.dtype, config.weights.wire == "fp8")
     return copied / (links.nics_per_node * links.nic_gb_s * 1e9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_mega.cli.weights import main
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.refusals import raise_first
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.hf_checkpoint.versions import VersionDirectories
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims
@@ -25,6 +28,7 @@ from skyrl_mega.weights.files.collect import collect
 from skyrl_mega.weights.files.image import Incomplete
 from skyrl_mega.weights.files.manifest import DamagedFiles
 from skyrl_mega.weights.files.store import Absent, FolderStore, StoreError, open_store
+from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from tests.support.weight_files import Policy, Worker, random_weights, step, workers
 
 HF = hf_config(BuildConfig(architecture="qwen3_moe", hidden=64, experts=4, layers=2))
@@ -320,6 +324,38 @@ def test_a_store_that_cannot_serve_is_refused_before_a_start(folder: str) -> Non
     check_values(config)
     with pytest.raises(UserError, match=r"weights\.files\.folder"):
         raise_first(config, config.weights.files.refusals())
+
+
+def test_directories_of_versions_replace_each_other(tmp_path: Path) -> None:
+    """Keeps the last two, writes each version once, and removes nothing that an export did not write."""
+    written: list[Path] = []
+
+    def export(path: Path) -> None:
+        written.append(path)
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_text("weights")
+        (path / ".exported.json").write_text(json.dumps({"model.safetensors": 7}))
+
+    directories = VersionDirectories(tmp_path / "directories", export)
+    first = directories(1)
+    assert directories(1) == first
+    (first / "notes.txt").write_text("mine")
+    for version in (2, 3, 4):
+        directories(version)
+    assert [path.name for path in written] == [f"version-{version:09d}" for version in (1, 2, 3, 4)]
+    assert sorted(p.name for p in (tmp_path / "directories").iterdir()) == [written[i].name for i in (0, 2, 3)]
+
+
+def test_the_plan_command_counts_a_copy_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    settings = ["cluster.device=cuda", "policy.ranks=4", "policy.layout.expert=2", "rollout.tensor=2"]
+    command = ["plan", "--model", str(tmp_path), "model.dtype=bfloat16", "weights.transport=files", *settings]
+    assert main([*command, "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)["files"]
+    copy = copy_bytes("bfloat16", False, architecture(HF).tensors(HF))
+    assert counted["full"] == copy and counted["rank"] < copy / 3 and copy / 2 < counted["worker"] < copy
+    assert main(command) == 0
+    assert "weights by files: at most" in capsys.readouterr().out
 
 
 def test_an_unknown_address_is_a_users_error() -> None:
