@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, gather, settle
 from skyrl_mega.config.schema import Config
@@ -86,8 +87,7 @@ class FileSync:
             Engines that failed twice, each with the cause; metrics.
 
         Raises:
-            ActorFailed: A policy rank failed, for example because it could not write.
-            StoreError: The manifest could not be written.
+            ActorFailed: A policy rank could not write, or the manifest could not be written.
         """
         metrics: dict[str, float] = {}
         if self.latest is None or self.latest.version != version:
@@ -121,7 +121,10 @@ class FileSync:
         calls = self.policy.submit_all("publish_weights", asdict(shared), name, base)
         reports: list[PublishReport] = gather(calls, limit + PLAN_S)
         files, layouts = tuple(r.file for r in reports), tuple(r.layout for r in reports)
-        write_manifest(self.store, Manifest(name, version, base, inputs.fp8, files, layouts))
+        try:
+            write_manifest(self.store, Manifest(name, version, base, inputs.fp8, files, layouts))
+        except StoreError as error:
+            raise ActorFailed(self.policy.name, None, "publish_weights", str(error)) from error
         self.latest = _Published(version, Source(self.store.address, name, limit), full)
         if full:
             self.fulls.append(self.number)
