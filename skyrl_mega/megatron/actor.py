@@ -359,7 +359,7 @@ class MegatronActor:
         return self.memory.read()
 
     def start_profile(self) -> None:
-        """Starts recording a profile of this rank. A recording not yet stopped is replaced."""
+        """Starts recording a profile of this rank. `stop_profile` comes before the next recording."""
         from skyrl_mega.megatron.profile import RankProfiler
 
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")

@@ -261,7 +261,7 @@ class Resident:
 
     def forget(self, part: str) -> None:
         """Forgets a part's storages with offloaded contents, before the part's tensors are replaced by new tensors. The
-        part then counts as on the device."""
+        part then counts as on the device. Raises KeyError for an unknown part."""
         self._parts[part].forget()
 
     def _exclusive_tensors(self, part: str) -> Iterator[Tensor]:

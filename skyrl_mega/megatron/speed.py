@@ -58,7 +58,7 @@ def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
 
 def dispatcher(policy: PolicyConfig) -> dict[str, Any]:
     """Returns the arguments of megatron-core's TransformerConfig for sending tokens to experts
-    (`policy.moe.dispatcher`).
+    (`policy.moe.dispatcher`): flex with DeepEP for "deepep", else alltoall.
 
     megatron-core's default, allgather, refuses rows of varying lengths, even in dense models.
     """

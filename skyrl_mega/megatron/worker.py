@@ -189,7 +189,8 @@ class ModelWorker:
 
     def keep_reference(self, path: Path) -> None:
         """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`, in
-        place of an earlier reference. The model's own weights stay unchanged. A collective of all ranks.
+        place of an earlier reference. The model's own weights stay unchanged, and where they are: offloaded ones are
+        onloaded for this only. A collective of all ranks.
 
         Raises:
             UserError: A tensor is missing or has another shape; an earlier reference stays.
