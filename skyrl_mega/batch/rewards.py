@@ -32,8 +32,8 @@ class Turns(NamedTuple):
         """Returns the nonempty answers of these trajectories.
 
         The reward of an empty answer goes to the answer before (or to the first), and the part of a trajectory's reward
-        given to no answer goes to the last. Without any nonempty answer the reward is left
-        out.
+        given to no answer goes to the last. Without any nonempty answer the trajectory's
+        reward is left out.
         """
         answers_by_trajectory = [_answers(t) for t in trajectories]
         answers = [answer for answers in answers_by_trajectory for answer in answers]

@@ -74,7 +74,7 @@ class Samples:
 
     def with_weights_only(self) -> Samples:
         """Returns the same samples with the column `weights` alone and without the trajectories' own columns, for a
-        critic or a reference."""
+        critic or a reference. Raises KeyError without `weights`."""
         return Samples(self.parts, self.counts, {"weights": self.columns["weights"]}, bare=True)
 
 
