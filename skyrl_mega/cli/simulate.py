@@ -92,7 +92,7 @@ class Simulator:
         self.expected = self.started + more
 
     def progress(self, choice: Choice) -> str:
-        """Counts a simulation and returns the line that announces it."""
+        """Counts a simulation and returns the line that announces it; prints nothing."""
         self.started += 1
         total = f" of about {max(self.expected, self.started)}" if self.expected else ""
         return f"simulate {self.started}{total}: {simulate_text.describe(choice)} …"

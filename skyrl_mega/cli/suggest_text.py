@@ -179,8 +179,8 @@ def _misfit_text(report: Report) -> str:
 
 
 def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
-    """Returns notes for the user about given settings left out of all layouts, and about engines with FP8 blocks other
-    than the policy's.
+    """Returns notes for the user about given settings left out of all layouts, about engines with FP8 blocks other than
+    the policy's, and about engines on several nodes; [] without any.
 
     Args:
         given: The given settings.
