@@ -113,7 +113,7 @@ def story_html(run: RunData, name: str) -> str:
 
 def text(run: RunData) -> list[str]:
     """Returns name, facts and events of a run as lines for a terminal, with secrets masked and without control
-    characters."""
+    characters. Raises UserError if the run's events cannot be read."""
     rows = facts(run)
     width = max((len(name) for name, _ in rows), default=0)
     lines = [run.name, *(f"  {name.ljust(width)}  {value}" for name, value in rows)]

@@ -48,7 +48,7 @@ def as_text(selection: Selection, brief: bool) -> None:
         brief: True for a line per trajectory, False for whole conversations.
 
     Raises:
-        UserError: A path contains no trajectories, or none of a wanted step.
+        UserError: A path contains no trajectories, or none of a wanted step; or a file cannot be read.
     """
     records = _select(selection)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -73,7 +73,8 @@ def as_page(selection: Selection, file: Path) -> None:
     has all matching trajectories. An older page is replaced.
 
     Raises:
-        UserError: A path contains no trajectories, or none of a wanted step; or the file cannot be written.
+        UserError: A path contains no trajectories, or none of a wanted step; a file cannot be read; or the page cannot
+            be written.
     """
     from skyrl_mega.report.browse import page
 

@@ -179,7 +179,8 @@ def stages_text(start: RunStart) -> str:
 
 
 def local_time(seconds: float) -> str:
-    """Returns a time in seconds since 1970 as local time, such as `2026-01-31 18:05:09`."""
+    """Returns a time in seconds since 1970 as local time, such as `2026-01-31 18:05:09`; "unknown time" if out of
+    range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # a damaged file
