@@ -247,11 +247,11 @@ class MessageAgent(Agent):
         return False
 
     def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
-        """Returns no tokens: the endpoint tokenises, and its next reply reports the number of prompt tokens."""
+        """Returns [], no tokens: the endpoint tokenises, and its next reply reports the number of prompt tokens."""
         return []
 
     def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
-        """Returns no tokens: the endpoint tokenises, and its next reply reports the number of prompt tokens."""
+        """Returns [], no tokens: the endpoint tokenises, and its next reply reports the number of prompt tokens."""
         return []
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
