@@ -166,7 +166,8 @@ def recent_xids() -> tuple[tuple[str, int], ...] | None:
 
 
 def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], ...]:
-    """Returns (bus id, Xid) pairs of at most `RECENT_S` seconds of age, in the order of the lines.
+    """Returns (bus id, Xid) pairs of at most `RECENT_S` seconds of age, in the order of the lines; lines without an Xid
+    are skipped.
 
     Args:
         lines: Records of /dev/kmsg: `<level>,<number>,<microseconds since boot>,…;<text>`.
