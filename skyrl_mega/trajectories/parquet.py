@@ -326,5 +326,5 @@ def _text(messages: list[dict[str, Any]]) -> str:
 
 def plain_json(value: Any) -> str:
     """Returns a value as JSON, with letters outside ASCII unchanged. Values unknown to JSON are written as
-    `str(value)`."""
+    `str(value)`, NaN and infinities as `NaN` and `Infinity`."""
     return json.dumps(value, default=str, ensure_ascii=False)
