@@ -107,6 +107,8 @@ def layout(config: Config) -> dict[str, str]:
     data = f", data {engine_data(rollout)}" if engine_data(rollout) > 1 else ""
     shared = ", on the policy's GPUs" if config.cluster.shared and config.cluster.device == "cuda" else ""
     texts["engines"] = f"{rollout.engines} (tensor {rollout.tensor}{data}){shared}"
+    if rollout.endpoints:
+        texts["servers"] = f"{len(rollout.endpoints)} outside of the run"
     if config.environment.processes:
         texts["rollout workers"] = str(config.environment.processes)
     return texts

@@ -156,7 +156,10 @@ class Trust:
         facts = {"actor": name, "rank": rank, "version": version, "problem": problem}
         text = f"{name} does not serve version {version}: it {problem}; none of its tokens of this version are used"
         self.say(Event("engine_differs", text, **facts))
-        self.fleet.retire(rank, f"it {problem}")
+        if self.failures[rank] < TWICE:
+            self.fleet.retire(rank, f"it {problem}")
+        else:
+            self.fleet.leave(rank, f"it {problem}, for the second time", 0.0)
 
 
 def probes(vocab: int, longest: int) -> list[Request]:

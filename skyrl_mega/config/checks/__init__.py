@@ -24,6 +24,7 @@ from skyrl_mega.config.checks.devices import (
 from skyrl_mega.config.checks.engines import (
     check_endpoint,
     check_endpoints,
+    check_own_engines,
     check_rollout,
     check_topology,
     check_wire,
@@ -100,6 +101,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     raise_first(config, config.run.refusals())
     check_rollout(config)
     if engines:
+        check_own_engines(config)
         raise_first(config, config.model.refusals())
         check_topology(config)
     else:

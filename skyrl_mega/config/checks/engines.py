@@ -171,6 +171,13 @@ def check_endpoints(c: Config) -> Refusals:
 
 
 @raising
+def check_own_engines(c: Config) -> Refusals:
+    """Raises a UserError for an evaluation on engines of its own without any: it asks no server of a run."""
+    if not c.rollout.engines:
+        yield "rollout.engines", "an evaluation starts engines of its own; give at least 1, or --endpoint"
+
+
+@raising
 def check_wire(c: Config) -> Refusals:
     """Raises a UserError for engines with quantised weights in a format that no weight sync sends."""
     options, key = c.rollout.options, "rollout.options.quantization"

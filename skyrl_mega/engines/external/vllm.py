@@ -143,7 +143,7 @@ class VllmServer(HttpServer):
     async def fetch(self, source: dict[str, Any], version: int) -> None:
         """Makes every worker download its shard."""
         await self._workers("start_fetch", [source], COMMAND_S)
-        while any(state is None for state in await self._workers("fetch_state", [], COMMAND_S)):
+        while set(await self._workers("fetched", [], COMMAND_S)) != {"True"}:  # vLLM sends other values as text
             await asyncio.sleep(POLL_S)  # the download is bounded by the source's own limit
 
     async def begin(self) -> None:
