@@ -31,8 +31,8 @@ PROMPTS, PROMPT, TOKENS = 4, 8, 12
 """Number of probes, their length, and the tokens that a server continues each with."""
 MOVED = 1e-3
 """Change of the policy's log-probs, in nats, from which a server cannot answer as before the sync."""
-ANSWER_S = 120.0
-"""Seconds for the servers to continue the probes."""
+TRUST_S = 30.0
+"""Seconds for a server's actor to release completions."""
 TWICE = 2
 """Failed comparisons in a row after which a server is left out for good."""
 
@@ -95,11 +95,12 @@ class Trust:
         foreign = [rank for rank in ranks if getattr(self.fleet.facts[rank], "foreign", False)]
         if not foreign:
             return ranks
-        outcomes = settle(self.fleet.submit(foreign, "sample_probes", self.requests, self.sampling), ANSWER_S, ANSWER_S)
+        limit = self.config.rollout.request_timeout_s  # a server may have to end a request first
+        outcomes = settle(self.fleet.submit(foreign, "sample_probes", self.requests, self.sampling), limit, limit)
         for call, error in outcomes.failures:
             self.fleet.retire(call.rank, f"sample_probes: {describe(error)}")
         for call in outcomes.silent:
-            self.fleet.retire(call.rank, f"sample_probes: no answer within {ANSWER_S:g} s")
+            self.fleet.retire(call.rank, f"sample_probes: no answer within {limit:g} s")
         answered = {call.rank: completions for call, completions in outcomes.answers.items()}
         wrong = {
             rank: problem
@@ -109,7 +110,7 @@ class Trust:
         for rank, problem in wrong.items():
             self._leave_out(rank, problem, version)
         trusted = [rank for rank in foreign if rank in answered and rank not in wrong]
-        settle(self.fleet.submit(trusted, "trust"), ANSWER_S, ANSWER_S)
+        settle(self.fleet.submit(trusted, "trust"), TRUST_S, TRUST_S)
         return [rank for rank in ranks if rank not in foreign or rank in trusted]
 
     def _scored(self, answered: dict[int, list[Completion]]) -> dict[int, Answers]:

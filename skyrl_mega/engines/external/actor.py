@@ -7,6 +7,7 @@ import math
 import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -97,7 +98,7 @@ class ExternalEngine:
         self.calls.add(done)
         if self.watch is None or self.watch.done():
             self.watch = asyncio.create_task(self._watch())
-        tasks = [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
+        tasks = [asyncio.create_task(self._generate(request, sampling, done, self.places)) for request in requests]
         remaining = len(requests)
         try:
             while remaining:
@@ -140,13 +141,17 @@ class ExternalEngine:
         return True
 
     async def _generate(
-        self, request: Request, sampling: Sampling, done: asyncio.Queue[Completion | BaseException]
+        self,
+        request: Request,
+        sampling: Sampling,
+        done: asyncio.Queue[Completion | BaseException],
+        places: AbstractAsyncContextManager[object],
     ) -> None:
         began = time.time()
         answer = _Answer(request, self.spec.vocab)
         try:
             async with asyncio.timeout(request.seconds) as limit:
-                async with self.places:
+                async with places:
                     async for chunk in self.server.generate(request, sampling):
                         answer.add(chunk, self.version)
                         self.tokens += len(chunk.tokens)
@@ -292,7 +297,8 @@ class ExternalEngine:
             ServerGone: The server failed.
         """
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        await asyncio.gather(*(self._generate(request, sampling, done) for request in requests))
+        # Past the limit of requests at once: those under way may take long.
+        await asyncio.gather(*(self._generate(request, sampling, done, nullcontext()) for request in requests))
         outcomes = [done.get_nowait() for _ in requests]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
