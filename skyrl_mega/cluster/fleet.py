@@ -74,6 +74,8 @@ class Fleet(SupervisedGroup):
         """Ranks of all actors added by `add`, including actors that have left."""
         self.joined_restarts = restarts
         """Restarts left for joined actors."""
+        self.joins = 0
+        """Number of actors that joined and came up."""
         self.updating = threading.Lock()
         """Held during a weight sync: a leaving actor is not ended in the middle of a transfer."""
         self._current: set[int] = set()
@@ -93,6 +95,11 @@ class Fleet(SupervisedGroup):
     def left(self) -> list[int]:
         """Ranks of actors that are leaving or have left, for good."""
         return self.ranks(State.LEAVING, State.GONE)
+
+    def out_of_service(self) -> tuple[int, list[int]]:
+        """Returns the number of all ranks, and the ranks that have left or have not joined yet."""
+        states = [*self.states]
+        return len(states), [rank for rank, state in enumerate(states) if state in (State.JOINING, State.GONE)]
 
     def is_new(self, rank: int) -> bool:
         """Returns True for a joined actor that has not had current weights yet."""
@@ -119,6 +126,14 @@ class Fleet(SupervisedGroup):
             self.joined.add(rank)
             self._starting[rank] = self._threads.submit(self._join, rank)
         return rank
+
+    def finish_joins(self) -> None:
+        """Updates the state of joined actors with a finished start or restart, and reports the events. Does not
+        wait."""
+        with self._lock:
+            for rank, starting in [*self._starting.items()]:
+                if rank in self.joined and starting.done():
+                    self._finish_join(rank, starting.exception())
 
     def leave(self, rank: int, cause: str, grace_s: float) -> None:
         """Takes an actor out of the fleet for good, without waiting and without a restart: the actor gets no new
@@ -238,6 +253,7 @@ class Fleet(SupervisedGroup):
             self._gone(rank, kind, f"{text}: {error}", describe(error))
             return
         self.states[rank] = State.UP
+        self.joins += 1
         name, where = f"{self.group.name}-{rank}", self.group.where[rank].address
         text = f"{name} joined on {where}{self.back_note}"
         self.say(Event("engine_joined", text, actor=name, rank=rank, address=where))

@@ -30,6 +30,8 @@ class Node:
     """Number of the node's GPUs managed by Ray."""
     port: int = 0
     """Port of Ray's own process on the node; 0 if not needed."""
+    resources: frozenset[str] = frozenset()
+    """Names of the node's Ray resources."""
 
 
 def worker_nodes() -> list[Node]:
@@ -44,22 +46,29 @@ def worker_nodes() -> list[Node]:
 
 def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     nodes = [
-        Node(n["NodeID"], n["NodeManagerAddress"], int(n["Resources"].get("GPU", 0)), n["NodeManagerPort"])
+        Node(
+            n["NodeID"],
+            n["NodeManagerAddress"],
+            int(n["Resources"].get("GPU", 0)),
+            n["NodeManagerPort"],
+            frozenset(n["Resources"]),
+        )
         for n in listed
         if n["Alive"] and n["Resources"].get("CPU")
     ]
     return sorted(nodes, key=lambda n: by_address(n.address, n.id))
 
 
-def responding_nodes() -> list[Node]:
+def responding_nodes(without: str | None = None) -> list[Node]:
     """Returns the nodes with CPUs whose Ray process accepts a connection, sorted by address; Ray's own list may still
-    contain dead nodes."""
-    return probe()[0]
+    contain dead nodes. Nodes with the Ray resource `without` are left out."""
+    return [node for node in probe()[0] if without not in node.resources]
 
 
-def nodes_without_gpus() -> list[Node]:
-    """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs."""
-    nodes = responding_nodes()
+def nodes_without_gpus(without: str | None = None) -> list[Node]:
+    """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs. Nodes with the Ray
+    resource `without` are left out."""
+    nodes = responding_nodes(without)
     return [node for node in nodes if not node.gpus] or nodes
 
 

@@ -13,10 +13,10 @@ from skyrl_mega.telemetry.table import duration
 
 TOLD = (
     *("started", "settings_changed", "resumed", "fault", "restart", "actor_lost", "actor_given_up", "actor_back"),
-    *("retriever_lost", "trajectory_failed"),
+    *("engine_joined", "engine_not_joined", "engine_left", "retriever_lost", "trajectory_failed"),
 )
 """Kinds of events in the list of a run's events."""
-MARKED = ("restart", "actor_lost", "actor_given_up", "retriever_lost")
+MARKED = ("restart", "actor_lost", "actor_given_up", "engine_joined", "engine_left", "retriever_lost")
 """Kinds of events with a mark in plots, beside resumes."""
 MARKS = 60
 """Maximum number of marks in a plot; the marks of resumes are kept first."""

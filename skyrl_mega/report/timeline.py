@@ -76,7 +76,7 @@ def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
         yield f"step {step.step}  {duration(step.end - step.start)}  idle: {shares}"
         edges = np.linspace(step.start, step.end, COLUMNS + 1)
         phases_by_column = [_phase_at(step, (a + b) / 2) for a, b in pairwise(edges)]
-        engines = np.mean([engine.at(edges).shares for engine in step.engines], axis=0)
+        engines = np.mean([engine.at(edges).shares for engine in step.present], axis=0)
         calls = step.environments.at(edges).counts
         yield f"  driver        {''.join(letters.get(name, '·') for name in phases_by_column)}"
         yield f"  policy        {''.join('█' if name in POLICY else ' ' for name in phases_by_column).rstrip()}"

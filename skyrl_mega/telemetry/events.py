@@ -17,6 +17,9 @@ Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `
 | `actor_given_up` | no restart is left for an engine or a rollout worker | of `actor_lost` |
 | `actor_back` | its replacement is up | `actor`, `rank` |
 | `engine_differs` | an endpoint has other weights than it states | `actor`, `rank`, `version`, `problem` |
+| `engine_joined` | an engine joined the run while it trains | `actor`, `rank`, `address` |
+| `engine_not_joined` | an engine that was to join did not come up | `actor`, `rank`, `cause` |
+| `engine_left` | an engine left for good: removed, or lost after it had joined | `actor`, `rank`, `cause` |
 | `retriever_lost` | the retrieval service ended | `code`, `restarted` |
 | `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |
 | `failures` | environments failed in a step | `step`, `of`, `kinds` (of `trainer.health.failures.FailureKind`) |

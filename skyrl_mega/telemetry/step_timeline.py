@@ -56,6 +56,13 @@ class StepTimeline:
     """Running environment calls."""
     slots: int
     """Maximum number of concurrent environment calls."""
+    absent: Sequence[int] = ()
+    """Engines that did not run in the step: left before, or not yet in service."""
+
+    @property
+    def present(self) -> list[ConcurrencySeries]:
+        """Running requests of each engine that ran in the step."""
+        return [engine for number, engine in enumerate(self.engines) if number not in self.absent]
 
     def idle(self) -> dict[str, float]:
         """Returns the metrics of idle time, each a share from 0 to 1 of the step's duration.
@@ -66,7 +73,7 @@ class StepTimeline:
         """
         seconds = self.end - self.start
         updated = _within(self.phases, UPDATED, self.start, self.end)
-        worked = [_worked(engine, self.start, self.end, updated) for engine in self.engines]
+        worked = [_worked(engine, self.start, self.end, updated) for engine in self.present]
         engines = 1 - sum(worked) / len(worked) / seconds
         policy = 1 - sum(b - a for a, b in _within(self.phases, POLICY, self.start, self.end)) / seconds
         calls = self.environments.total(self.start, self.end) / seconds / self.slots
@@ -90,6 +97,7 @@ class StepTimeline:
             "phases": [[s.name, _ms(s.start - self.shown), _ms(s.end - self.shown)] for s in self.phases],
             "engines": [_packed(engine, self.shown, most) for engine in self.engines],
             "environments": _packed(self.environments, self.shown, most),
+            **({"absent": [*self.absent]} if self.absent else {}),
         }
         return gzip.compress(json.dumps(tree, separators=(",", ":")).encode(), 6, mtime=0)
 
@@ -126,10 +134,11 @@ def loads(data: bytes) -> StepTimeline:
             engines=[_unpacked(engine, shown) for engine in tree["engines"]],
             environments=_unpacked(tree["environments"], shown),
             slots=int(_number(tree["slots"])),
+            absent=[int(_number(engine)) for engine in tree.get("absent", ())],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Malformed(f"it is no step's timeline ({type(error).__name__}: {error})") from error
-    if not timeline.engines or timeline.slots < 1 or not timeline.shown <= timeline.start < timeline.end:
+    if not timeline.present or timeline.slots < 1 or not timeline.shown <= timeline.start < timeline.end:
         raise Malformed("it has no engine, no environment slot, or no time between start and end")
     return timeline
 

@@ -45,7 +45,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
             _reserve_ranks(planned, planned.critic) if planned.critic else None,
             None if config.cluster.shared or not engines else reserve(engines, gpus=engine_ranks(config.rollout)),
         )
-    nodes = responding_nodes()
+    nodes = responding_nodes(without=config.rollout.elastic.resource)
     if len(nodes) == 1:
         return Reservations()
     groups = ([nodes[number] for number in numbers] for numbers in nodes_of_cpus(config, len(nodes)))

@@ -18,7 +18,6 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough
 from skyrl_mega.config.derived import (
     critic_ranks,
-    engine_count,
     engine_ranks,
     gpus_needed,
     policy_ranks,
@@ -51,6 +50,7 @@ from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer import start_facts
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.trainer.elastic import elastic_engines, refuse_private_cluster
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.meters import Meters
@@ -163,7 +163,8 @@ def weight_sync(setup: Setup, policy: TrainGroup, fleet: Fleet) -> WeightSync:
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
     """Starts policy, reference, critic, engines and rollout workers; records the nodes as an event, and prints the
-    ranks on each node unless all are on one node without GPUs.
+    ranks on each node unless all are on one node without GPUs. From then on engines may join and leave
+    (`rollout.elastic`).
 
     The rollout workers are None if trajectories run in threads of the driver. Everything ends with `setup.stack`, also
     after an error here. For the errors see `open_run`.
@@ -179,12 +180,15 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
     if placement.policy:  # set with several nodes or with GPUs
         for name, group in groups.items():
             console.say(f"{name}: {group.ranks_by_node}")
+    setup.stack.enter_context(elastic_engines(setup, actors.engines))
     return actors, workers
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
     """Returns a context manager that starts or joins Ray with enough resources for the run's actors, and raises the
-    errors of `ray_session.session`."""
+    errors of `ray_session.session`. Raises UserError if engines should join by their nodes and no node can
+    (`refuse_private_cluster`)."""
+    refuse_private_cluster(config.rollout.elastic)
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
     actors = trained + config.rollout.engines * engine_ranks(config.rollout) + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
@@ -254,7 +258,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     meters = Meters({model.group.name: model.group for model in models if model}, fleet)
     slots = generator.slots.use if generator.slots.most is not None else None
     concurrent_calls = config.environment.workers
-    timelines = Timelines(setup.folder, generator.timeline, engines=engine_count(config), slots=concurrent_calls)
+    timelines = Timelines(setup.folder, generator.timeline, engines=fleet.out_of_service, slots=concurrent_calls)
     written_timelines = timelines if generator.counts_are_read else None
     return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, written_timelines)
 

@@ -297,23 +297,15 @@ def length_arguments(config: Config) -> dict[str, Any]:
     return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
 
 
-def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
-    """Starts the vLLM engines and returns the fleet, with all engines up. `setup.stack` ends the engines, also after a
-    failure here.
+def engine_spec(setup: Setup, weights: str = "dummy") -> EngineSpec:
+    """Returns the spec of the run's vLLM engines.
 
     Args:
         setup: The run's settings, model and device.
-        placement: Reserved places; None leaves the placement to Ray.
-        weights: `dummy`: the engines start with random weights, and the first sync delivers the policy's. `auto`: the
-            engines load the model directory.
-
-    Raises:
-        UserError: vLLM rejects the settings.
-        ActorFailed: An engine failed to start.
-        ActorTimeout: The processes did not start, or did not load the model, within `setup.timeout_s` each.
+        weights: `dummy` starts with random weights, `auto` loads the model directory.
     """
     config = setup.config
-    spec = EngineSpec(
+    return EngineSpec(
         path=str(setup.model),
         dtype=config.model.dtype,
         device=setup.device,
@@ -329,6 +321,24 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,
     )
+
+
+def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
+    """Starts the vLLM engines and returns the fleet, with all engines up. `setup.stack` ends the engines, also after a
+    failure here.
+
+    Args:
+        setup: The run's settings, model and device.
+        placement: Reserved places; None leaves the placement to Ray.
+        weights: `dummy`: the engines start with random weights, and the first sync delivers the policy's. `auto`: the
+            engines load the model directory.
+
+    Raises:
+        UserError: vLLM rejects the settings.
+        ActorFailed: An engine failed to start.
+        ActorTimeout: The processes did not start, or did not load the model, within `setup.timeout_s` each.
+    """
+    config, spec = setup.config, engine_spec(setup, weights)
     with setup.stages.stage("engine", "start processes", config.rollout.engines) as waiting:
         group = ActorGroup.spawn(
             "engine",

@@ -29,7 +29,7 @@ def start_workers(setup: Setup) -> Workers | None:
     count = config.environment.processes
     if not count:
         return None
-    nodes = nodes_of(config.environment)
+    nodes = nodes_of(config.environment, config.rollout.elastic.resource)
     per_node = Counter(node.id for node in nodes)
     token = config.environment.retriever.token_variable
     arguments = [
@@ -59,10 +59,15 @@ def start_workers(setup: Setup) -> Workers | None:
     return workers
 
 
-def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
+def nodes_of(environment: EnvironmentConfig, without: str | None = None) -> Sequence[Node]:
     """Returns the node of each rollout worker: spread evenly over the nodes without GPUs, or over all nodes if every
-    node has GPUs. With a retrieval service on loopback all are on the driver's node."""
+    node has GPUs. With a retrieval service on loopback all are on the driver's node.
+
+    Args:
+        environment: The settings.
+        without: Ray resource of nodes that may leave (`rollout.elastic.resource`), and are left out.
+    """
     count = environment.processes
     if on_driver_node(environment):
         return [driver_node()] * count
-    return spread([1] * count, nodes_without_gpus())
+    return spread([1] * count, nodes_without_gpus(without))

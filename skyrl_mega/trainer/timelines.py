@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_mega.cluster.temporary_files import partial_file
@@ -20,11 +21,13 @@ class Timelines:
     Args:
         folder: The run's folder.
         timeline: Receives the activity of engines and environments.
-        engines: Number of engines.
+        engines: Returns the number of engines, and the numbers of engines out of service.
         slots: Largest number of concurrent environment calls.
     """
 
-    def __init__(self, folder: Path, timeline: Timeline, *, engines: int, slots: int) -> None:
+    def __init__(
+        self, folder: Path, timeline: Timeline, *, engines: Callable[[], tuple[int, list[int]]], slots: int
+    ) -> None:
         self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
 
     def end(self, step: Step) -> dict[str, float]:
@@ -41,18 +44,22 @@ class Timelines:
 
     def _timeline_of(self, step: Step) -> StepTimeline:
         recorded = self.timeline.take()
+        count, out = self.engines()
         start, phases = recorded.end - (time.perf_counter() - step.start), list(step.spans)
         shown = start
         if checkpoint := step.metrics.get("time/checkpoint"):  # written between the previous step and this one
             shown = max(recorded.start, start - checkpoint)
             phases = [Span("checkpoint", shown, start), *phases]
+        engines = step_timeline.engine_series(recorded.engines, count, shown, recorded.end)
+        idle = [engine for engine in out if not engines[engine].busy_s(shown, recorded.end)]
         return StepTimeline(
             step=step.number,
             shown=shown,
             start=start,
             end=recorded.end,
             phases=phases,
-            engines=step_timeline.engine_series(recorded.engines, self.engines, shown, recorded.end),
+            engines=engines,
             environments=recorded.environments.between(shown, recorded.end),
             slots=self.slots,
+            absent=idle if len(idle) < count else (),
         )

@@ -169,6 +169,7 @@ class WeightSync:
                 "time/sync/plan": connected - start,
                 "sync/engines": float(len(serving)),
                 "sync/failures": float(self.failures),
+                **self._changes(),
             }
 
     def _kind(self, engine: int) -> str:
@@ -203,6 +204,12 @@ class WeightSync:
         for engine, cause in failed.items():
             self.fleet.retire(engine, f"fetch_weights: {cause}")
         return metrics
+
+    def _changes(self) -> dict[str, float]:
+        """Returns the numbers of engines that joined and left so far, for a run with `rollout.elastic.most`."""
+        if not self.config.rollout.elastic.most:
+            return {}
+        return {"sync/engines_joined": float(self.fleet.joins), "sync/engines_left": float(len(self.fleet.left))}
 
     def _connect(self, members: list[int]) -> None:
         """Connects the policy and these engines in a new process group, replacing any former group.

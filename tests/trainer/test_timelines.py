@@ -32,7 +32,7 @@ def read(folder: Path, step: int) -> StepTimeline:
 
 def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> None:
     timeline = Timeline()
-    timelines = Timelines(tmp_path, timeline, engines=2, slots=4)
+    timelines = Timelines(tmp_path, timeline, engines=lambda: (2, []), slots=4)
     timeline.requests(0, 1)  # before the first step: the initial evaluation
     timeline.requests(0, -1)
     for number in (1, 2, 2):
@@ -52,7 +52,7 @@ def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> No
 
 def test_a_checkpoint_is_shown_before_the_step_that_measures_it(tmp_path: Path) -> None:
     timeline = Timeline()
-    timelines = Timelines(tmp_path, timeline, engines=1, slots=1)
+    timelines = Timelines(tmp_path, timeline, engines=lambda: (1, []), slots=1)
     timeline.requests(0, 1)
     timelines.end(Step(1, Console()))
     time.sleep(0.1)

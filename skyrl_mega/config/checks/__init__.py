@@ -21,6 +21,7 @@ from skyrl_mega.config.checks.devices import (
     check_profile,
     check_residency,
 )
+from skyrl_mega.config.checks.elastic import check_elastic
 from skyrl_mega.config.checks.engines import (
     check_endpoint,
     check_endpoints,
@@ -77,6 +78,7 @@ def check(config: Config, *, planned: bool = False) -> None:
         check_deterministic,
         check_environment,
         check_rollout,
+        check_elastic,
         check_generator,
         check_wire,
         check_endpoints,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
 
@@ -101,6 +102,8 @@ class RolloutConfig:
     restarts: int = at_least(0, 10)
     """Number of engine restarts after faults in a run; the next fault ends the run and the error names the root cause.
     Rollout workers (`environment.processes`) have a separate restart budget of the same size."""
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    """Engines that join and leave while the run trains."""
     threads: int = between(1, 4096, 1)
     """CPU threads per engine worker (CPU only)."""
     eager: Optional[bool] = None

@@ -1,0 +1,87 @@
+"""A real run whose engines change: one joins by the command, the first leaves, another is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.telemetry import events
+from skyrl_mega.trainer.engine_requests import read_state
+from tests.trainer import quickstart
+
+SETTINGS = [
+    *quickstart.LEARNS,
+    "run.steps=14",
+    "checkpoint.every=100",
+    "evaluation.every=0",
+    "rollout.elastic.most=2",
+    "rollout.elastic.grace_s=30",
+    "asynchrony.mode=full",
+    "telemetry.trajectories_every=1",
+]
+
+
+def command(*words: object) -> str:
+    """Runs the command for engines and returns the output."""
+    line = [sys.executable, "-m", "skyrl_mega.engines", *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def wait(run: subprocess.Popen[str], condition: Callable[[], object], seconds: float = 400) -> Any:
+    """Waits until a condition holds while the run lives, and returns its value."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < until, "the condition never held"
+        time.sleep(0.5)
+    return value
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Returns the rows of metrics so far."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def state_of(folder: Path, rank: int) -> str:
+    engines = read_state(folder)["engines"] if (folder / "engines" / "state.json").exists() else []
+    return next((engine["state"] for engine in engines if engine["rank"] == rank), "")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_engines_join_leave_and_die_while_a_run_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = quickstart.start(tmp_path, "run.name=run", *SETTINGS)
+    try:
+        wait(run, lambda: rows(folder))
+        assert "engine-1 starts" in command("add", folder)
+        wait(run, lambda: state_of(folder, 1) == "serving")
+        assert "engine-0 gets no more requests" in command("remove", folder, 0)
+        wait(run, lambda: state_of(folder, 0) == "gone")
+        assert "serving" in command("list", folder)
+        out, _ = run.communicate(timeout=800)
+    finally:
+        if run.poll() is None:
+            os.kill(run.pid, signal.SIGTERM)
+            run.communicate(timeout=60)
+    assert run.returncode == 0, out
+    kinds = [event.kind for event in events.read(folder)]
+    assert kinds.count("engine_joined") == kinds.count("engine_left") == 1
+    assert not {"actor_lost", "actor_given_up", "fault"} & {*kinds}
+    steps = rows(folder)
+    assert [row["step"] for row in steps] == [*range(1, 15)], "each step once"
+    assert {row["sync/engines"] for row in steps} == {1.0, 2.0}
+    assert all(row["asynchrony/staleness_max"] <= 1 for row in steps)
+    assert max(row["mismatch/logprob_abs_mean"] for row in steps) < 0.05, "the joined engine has the policy's weights"
