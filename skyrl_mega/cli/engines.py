@@ -69,7 +69,9 @@ def _parser() -> Parser:
     for command in (listing, adding, removing):
         command.add_argument("run", type=path_of, metavar="RUN_FOLDER", help="the folder of a running run, runs/<name>")
     adding.add_argument("--count", type=integer(1, MOST_ENGINES), default=1, help="number of engines (default 1)")
-    adding.add_argument("--endpoint", default="", metavar="URL", help="a server to add as an engine (docs/elastic.md)")
+    adding.add_argument(
+        "--endpoint", default="", metavar="URL", help="a vLLM server to add as an engine (docs/elastic.md)"
+    )
     removing.add_argument("engines", nargs="*", type=integer(0, 10**6), metavar="RANK", help="ranks of the engines")
     removing.add_argument("--grace", type=real(0, 86400), metavar="S", help="seconds for requests to finish")
     for command in (adding, removing):

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,14 @@ from skyrl_mega.cluster.placement import Slot
 from skyrl_mega.cluster.supervised_group import ALIVE, State
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.refusals import raise_first
 from skyrl_mega.config.schema.elastic import ElasticConfig
+from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
+from skyrl_mega.engines.external.actor import ExternalEngine
+from skyrl_mega.engines.external.open import specs as external_specs
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import environment
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.trainer.engine_requests import EngineRequest, Inbox
 from skyrl_mega.trainer.start_actors import Setup, engine_spec
 
@@ -60,7 +65,7 @@ class ElasticEngines:
         spec_at: Returns how to start an engine of the run in a place.
         gpus: GPUs of an engine; 0 on CPUs.
         nodes: Lists the nodes of the cluster (`listed_nodes`).
-        endpoint_at: Returns how to reach a server at a URL as an engine; None refuses endpoints.
+        endpoint_at: Returns how to use the server at a URL as an engine; raises UserError for an unusable URL.
         say: Prints a line.
     """
 
@@ -73,11 +78,13 @@ class ElasticEngines:
         gpus: int,
         *,
         nodes: Callable[[], Nodes],
-        endpoint_at: Callable[[str], ActorSpec] | None = None,
+        endpoint_at: Callable[[str], ActorSpec],
         say: Callable[[str], None],
     ) -> None:
         self.fleet, self.settings, self.inbox, self.spec_at, self.gpus = fleet, settings, inbox, spec_at, gpus
         self.nodes, self.endpoint_at, self.say = nodes, endpoint_at, say
+        self.first = len(fleet.states)
+        """Rank of the first engine that joins."""
         self.by_node: dict[str, NodeEngines] = {}
         """Ray's id of a node with the resource → its engines."""
         self._quiet: set[str] = set()
@@ -98,8 +105,8 @@ class ElasticEngines:
 
     @property
     def joined(self) -> list[int]:
-        """Ranks of joined engines that have not left."""
-        return [rank for rank in sorted(self.fleet.joined) if self.fleet.states[rank] in ALIVE]
+        """Ranks of engines that joined the running run and have not left."""
+        return [rank for rank in self.fleet.ranks(*ALIVE) if rank >= self.first]
 
     def _watch(self) -> None:
         while not self._ending.wait(LOOK_EVERY_S):
@@ -139,8 +146,6 @@ class ElasticEngines:
             why = f"{len(self.joined)} engines have joined; allowed are {self.settings.most} (rollout.elastic.most)"
             raise UserError(why, key="--count", value=request.count)
         if request.endpoint:
-            if self.endpoint_at is None:
-                raise UserError("this run takes no endpoints", key="--endpoint", value=request.endpoint)
             return [self.fleet.add(self.endpoint_at(request.endpoint))]
         slot = self._slot(self._node_at(request.node) if request.node else None)
         return [self.fleet.add(self.spec_at(slot)) for _ in range(request.count)]
@@ -176,7 +181,7 @@ class ElasticEngines:
     def _follow_nodes(self) -> None:
         """Starts engines on nodes with the resource, and ends the engines of lost nodes."""
         nodes, states = self.nodes(), self.fleet.states
-        for rank in self.joined:
+        for rank in [rank for rank in self.fleet.ranks(*ALIVE) if rank in self.fleet.joined]:
             node = self.fleet.group.where[rank].node
             if node and node not in nodes:
                 self.fleet.leave(rank, "its node left the cluster", 0.0)
@@ -208,7 +213,7 @@ class ElasticEngines:
                 "rank": rank,
                 "state": "serving" if rank in serving else words.get(state, state.value),
                 "node": self.fleet.group.where[rank].address,
-                "joined": rank in self.fleet.joined,
+                "joined": rank >= self.first,
             }
             for rank, state in enumerate(states)
         ]
@@ -253,6 +258,7 @@ def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
         lambda slot: ActorSpec(VllmEngine, {"spec": spec}, slot, variables),
         gpus,
         nodes=partial(listed_nodes, settings.resource),
+        endpoint_at=partial(endpoint_spec, setup),
         say=setup.say,
     )
     if settings.autoscale and settings.resource is not None:
@@ -264,6 +270,21 @@ def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
         engines.close()
         if settings.autoscale and settings.resource is not None:
             ask_autoscaler(settings.resource, 0, gpus)
+
+
+def endpoint_spec(setup: Setup, url: str) -> ActorSpec:
+    """Returns how to use the server at a URL as an engine, like an entry of `rollout.endpoints` with this URL alone: a
+    vLLM server.
+
+    Raises:
+        UserError: The URL is not allowed.
+    """
+    entry = {"url": url}
+    raise_first(setup.config, endpoint_refusals([entry]))
+    rollout = replace(setup.config.rollout, endpoints=[entry])
+    vocab = architecture(setup.hf).describe(setup.hf).vocab
+    (spec,) = external_specs(replace(setup.config, rollout=rollout), vocab)
+    return ActorSpec(ExternalEngine, {"spec": spec})
 
 
 def listed_nodes(resource: str | None) -> Nodes:

@@ -155,7 +155,7 @@ def weight_sync(setup: Setup, policy: TrainGroup, fleet: Fleet) -> WeightSync:
     sync = WeightSync(
         policy.group, fleet, setup.hf, config, plans=run_folder / "plans", say=setup.say, directory=directory
     )
-    if config.rollout.endpoints:
+    if config.rollout.endpoints or config.rollout.elastic.most:
         vocab = architecture(setup.hf).describe(setup.hf).vocab
         sync.verify = Trust(config, policy, fleet, vocab, setup.say).verify
     return sync

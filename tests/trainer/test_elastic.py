@@ -76,9 +76,16 @@ class Case:
             lambda slot: ActorSpec(dict, {}, slot),
             2,
             nodes=lambda: self.nodes,
+            endpoint_at=self.endpoint_at,
             say=self.lines.append,
         )
         self.look()
+
+    def endpoint_at(self, url: str) -> ActorSpec:
+        """Accepts a server of https only."""
+        if not url.startswith("https://"):
+            raise UserError("allowed is https", key="url", value=url)
+        return ActorSpec(list)
 
     def look(self) -> None:
         self.engines._look()
@@ -106,7 +113,7 @@ def test_the_command_adds_removes_and_lists(tmp_path: Path, capsys: pytest.Captu
     code, text = case.command(capsys, "add", "--node", "10.0.0.9")
     assert code == 2 and "allowed is one of 10.0.0.1" in text
     code, text = case.command(capsys, "add", "--endpoint", "http://127.0.0.1:1")
-    assert code == 2 and "takes no endpoints" in text
+    assert code == 2 and "url = http://127.0.0.1:1: allowed is https" in text
     code, text = case.command(capsys, "remove", 1, "--grace", 7)
     assert code == 0 and text == "engine-1 gets no more requests\n"
     assert case.fleet.left_with == {1: 7.0}

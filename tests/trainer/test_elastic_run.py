@@ -1,4 +1,4 @@
-"""A real run whose engines change: one joins by the command, the first leaves, another is killed."""
+"""A real run whose engines change: an engine joins by the command and the first leaves; then the run is resumed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from tests.trainer import quickstart
 
 SETTINGS = [
     *quickstart.LEARNS,
-    "run.steps=14",
-    "checkpoint.every=100",
+    "run.patience=null",
+    "checkpoint.every=0",
     "evaluation.every=0",
+    "evaluation.before=false",
     "rollout.elastic.most=2",
     "rollout.elastic.grace_s=30",
     "asynchrony.mode=full",
-    "telemetry.trajectories_every=1",
+    "telemetry.trajectories_every=0",
 ]
 
 
@@ -61,7 +62,7 @@ def state_of(folder: Path, rank: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_engines_join_leave_and_die_while_a_run_trains(tmp_path: Path) -> None:
+def test_engines_join_and_leave_while_a_run_trains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = quickstart.start(tmp_path, "run.name=run", *SETTINGS)
     try:
@@ -71,17 +72,23 @@ def test_engines_join_leave_and_die_while_a_run_trains(tmp_path: Path) -> None:
         assert "engine-0 gets no more requests" in command("remove", folder, 0)
         wait(run, lambda: state_of(folder, 0) == "gone")
         assert "serving" in command("list", folder)
-        out, _ = run.communicate(timeout=800)
+        alone = len(rows(folder)) + 2
+        wait(run, lambda: len(rows(folder)) >= alone)
+        os.kill(run.pid, signal.SIGUSR1)
+        out, _ = run.communicate(timeout=300)
     finally:
         if run.poll() is None:
             os.kill(run.pid, signal.SIGTERM)
             run.communicate(timeout=60)
-    assert run.returncode == 0, out
+    assert run.returncode == 75, out
+    before = len(rows(folder))
+    quickstart.finish(tmp_path, "run.name=run", *SETTINGS, f"run.steps={before + 2}")
     kinds = [event.kind for event in events.read(folder)]
-    assert kinds.count("engine_joined") == kinds.count("engine_left") == 1
+    assert kinds.count("engine_joined") == kinds.count("engine_left") == kinds.count("resumed") == 1
     assert not {"actor_lost", "actor_given_up", "fault"} & {*kinds}
     steps = rows(folder)
-    assert [row["step"] for row in steps] == [*range(1, 15)], "each step once"
-    assert {row["sync/engines"] for row in steps} == {1.0, 2.0}
+    assert [row["step"] for row in steps] == [*range(1, before + 3)], "each step once"
+    engines = [row["sync/engines"] for row in steps]
+    assert {*engines} == {1.0, 2.0} and engines[-1] == 1.0
     assert all(row["asynchrony/staleness_max"] <= 1 for row in steps)
     assert max(row["mismatch/logprob_abs_mean"] for row in steps) < 0.05, "the joined engine has the policy's weights"
