@@ -239,3 +239,24 @@ def test_a_kept_plan_of_other_settings_is_made_again(
         f"has plan {other.digest}, but these settings give plan {planned.digest}; the file is replaced" in caplog.text
     )
     assert told(policy).plan().digest == sync.digest == planned.digest  # the ranks read this plan from disk
+
+
+def test_engines_that_joined_follow_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lets an engine join on a third node and another leave: the plan has places for engines in use only, and messages
+    name engines by rank."""
+    config = settings()
+    policy, engines = map(Group, PLANNED)
+    sync, messages = connected(monkeypatch, tmp_path, config, policy, engines)
+    sync.fleet.facts = [SimpleNamespace(foreign=False)] * 4
+    sync._connect([0, 1])
+    engines.where += [Location("m", 1, "c", "c", (str(gpu),)) for gpu in (0, 1)]
+    sync._connect([0, 1, 3])
+    inputs = told(policy).plan_inputs
+    assert (inputs.sources, inputs.targets, inputs.members) == ((0, 1), (2, 3, 5), (0, 1, 2))
+    assert told(policy).engines == (0, 1, 3) and told(policy).plan().topology.targets == (2, 3, 5)
+    sync._connect([1, 3])
+    inputs = told(policy).plan_inputs
+    assert (inputs.targets, inputs.members) == ((2, 3, 5), (1, 2)) and told(policy).size == 4
+    sync._connect([0, 1])
+    assert told(policy).plan().digest == dry_run.values(config, HF)["plan"]["digest"], "as before"
+    assert not any("not placed as planned" in line for line in messages)
