@@ -2,7 +2,7 @@
 
 A thread of the driver looks for requests (`engine_requests`) and for nodes with `rollout.elastic.resource`, starts
 engines there, and takes the engines of lost nodes out of the fleet. The fleet starts and ends engines in the
-background; the next weight sync connects all engines anew.
+background; the next weight sync connects all engines again.
 """
 
 from __future__ import annotations

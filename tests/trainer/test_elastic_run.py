@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,14 +39,13 @@ def command(*words: object) -> str:
     return done.stdout
 
 
-def wait(run: subprocess.Popen[str], condition: Callable[[], object], seconds: float = 400) -> Any:
-    """Waits until a condition holds while the run lives, and returns its value."""
+def wait(run: subprocess.Popen[str], lines: list[str], condition: Callable[[], object], seconds: float = 400) -> None:
+    """Waits until a condition holds while the run lives."""
     until = time.monotonic() + seconds
-    while not (value := condition()):
-        assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < until, "the condition never held"
+    while not condition():
+        assert run.poll() is None, "".join(lines)
+        assert time.monotonic() < until, "".join(lines[-100:])
         time.sleep(0.5)
-    return value
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -64,23 +63,26 @@ def state_of(folder: Path, rank: int) -> str:
 @pytest.mark.nightly
 def test_engines_join_and_leave_while_a_run_trains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = quickstart.start(tmp_path, "run.name=run", *SETTINGS)
+    run, lines = quickstart.start(tmp_path, "run.name=run", *SETTINGS), list[str]()
+    assert run.stdout is not None
+    reader = threading.Thread(target=lines.extend, args=[run.stdout])  # a full pipe would stop the run
+    reader.start()
     try:
-        wait(run, lambda: rows(folder))
+        wait(run, lines, lambda: rows(folder))
         assert "engine-1 starts" in command("add", folder)
-        wait(run, lambda: state_of(folder, 1) == "serving")
+        wait(run, lines, lambda: state_of(folder, 1) == "serving")
         assert "engine-0 gets no more requests" in command("remove", folder, 0)
-        wait(run, lambda: state_of(folder, 0) == "gone")
+        wait(run, lines, lambda: state_of(folder, 0) == "gone")
         assert "serving" in command("list", folder)
         alone = len(rows(folder)) + 2
-        wait(run, lambda: len(rows(folder)) >= alone)
+        wait(run, lines, lambda: len(rows(folder)) >= alone)
         os.kill(run.pid, signal.SIGUSR1)
-        out, _ = run.communicate(timeout=300)
+        assert run.wait(timeout=300) == 75, "".join(lines)
     finally:
         if run.poll() is None:
             os.kill(run.pid, signal.SIGTERM)
-            run.communicate(timeout=60)
-    assert run.returncode == 75, out
+        run.wait(timeout=60)
+        reader.join(timeout=60)
     before = len(rows(folder))
     quickstart.finish(tmp_path, "run.name=run", *SETTINGS, f"run.steps={before + 2}")
     kinds = [event.kind for event in events.read(folder)]
