@@ -115,6 +115,7 @@ def generator_of(number: int) -> torch.Generator:
 
 def kills() -> dict[str, Any]:
     """Publishes and reads in every layout while writers and readers are killed; returns counts."""
+    torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
     hf, chance = hf_config(BuildConfig(architecture="qwen3_moe", hidden=128, experts=8, layers=2)), random.Random(0)
     each = KILLS // len(LAYOUTS)
     counts = {"compared": 0, "different": 0, "writers_killed": 0, "readers_killed": 0, "too_late": 0}
@@ -308,7 +309,6 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["kills", "steps", "link"])
-    torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in parser.parse_args().parts:
         results[part] = {"kills": kills, "steps": steps, "link": link}[part]()
