@@ -20,6 +20,7 @@ from tests.trainer import quickstart
 
 SETTINGS = [
     *quickstart.LEARNS,
+    "run.steps=2000",
     "run.patience=null",
     "checkpoint.every=0",
     "evaluation.every=0",
