@@ -36,8 +36,9 @@ LAYOUTS = {
     "all_to_all": ParallelDims(2, context=2, expert=2, context_exchange="all_to_all"),
 }
 POLICIES = {spec: PolicyConfig(spec=spec) for spec in ("te", "local")}
-HIDDEN, GRADIENT = 0.03, 0.06
-"""Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise."""
+HIDDEN, GRADIENT, FEWER_TOKENS = 0.03, 0.06, 0.09
+"""Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise. A
+context rank's gradient is a sum over half of the tokens, with more noise."""
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -70,7 +71,8 @@ def test_layers_of_transformer_engine_compute_what_local_ones_do(
         wrong = {
             content: error
             for content, gradient in by_content[1].items()
-            if not (error := off(by_content[0][content], gradient)) < GRADIENT
+            if not (error := off(by_content[0][content], gradient))
+            < (GRADIENT if parallel.context == 1 else FEWER_TOKENS)
         }
         assert not wrong
 
