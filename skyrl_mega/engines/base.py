@@ -96,6 +96,22 @@ class Facts:
     """True for a server outside of the run (`ForeignEngine`), whose word about its weights is not enough."""
 
 
+@dataclass
+class Drafts:
+    """Counts of draft tokens (`rollout.drafts`) in an engine. Tokens count when their request ends."""
+
+    written: int = 0
+    """Tokens of the answers."""
+    drafted: int = 0
+    """Draft tokens that were checked."""
+    accepted: int = 0
+    """Draft tokens that became tokens of an answer."""
+    steps: int = 0
+    """Steps of the engine."""
+    suppressed: int = 0
+    """Steps without drafts, because drafts would have cost more time than they save."""
+
+
 class Engine(Protocol):
     """An inference engine: tokens in, tokens out, weights from the policy. Methods may run concurrently on one event
     loop.
@@ -242,6 +258,9 @@ class Engine(Protocol):
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
         steps. Steps before the first call are not counted."""
+
+    async def drafts(self) -> Drafts:
+        """Returns the counts of draft tokens since the previous call; zeros from an engine without draft tokens."""
 
     async def record_spans(self, on: bool) -> list[Span]:
         """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded since the previous

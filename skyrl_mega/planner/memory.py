@@ -29,6 +29,7 @@ from skyrl_mega.config.derived import (
     planned_device,
     replica_concurrency,
 )
+from skyrl_mega.config.drafts import draft_tokens
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
@@ -37,6 +38,7 @@ from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import MASTER, MOMENTS, ModelState, StageBuffers, rank_state, stage_buffers
+from skyrl_mega.planner.drafts import draft_bytes
 from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
@@ -180,7 +182,8 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
     KV cache without space is no error: `tokens` is then 0."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
-    weights = engine_bytes(config, decoder, worker)
+    draft_weights, draft_cache = draft_bytes(config)
+    weights = engine_bytes(config, decoder, worker) + draft_weights
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
     width = 4 * decoder.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in decoder.kinds)
@@ -191,7 +194,7 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
         working=int(working),
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         staged=staged_bytes(config, decoder),
-        per_token=kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)),
+        per_token=kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)) + draft_cache,
         keep=_keep(config),
     )
     if on_cpu(config):
@@ -202,9 +205,10 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
 
 
 def sampling_bytes(config: Config, decoder: Decoder) -> int:
-    """Estimates the bytes for sampling a token of every concurrent sequence of a replica: logits in `model.dtype` and
-    in float32, sorted values and indices."""
-    return replica_concurrency(config.rollout) * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
+    """Estimates the bytes for sampling a token of every concurrent sequence of a replica, and for checking its draft
+    tokens: logits in `model.dtype` and in float32, sorted values and indices."""
+    tokens = replica_concurrency(config.rollout) * (1 + draft_tokens(config.rollout))
+    return tokens * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 
 def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> Activations:

@@ -25,6 +25,7 @@ from skyrl_mega.config.derived import (
     generates_ahead,
     planned_device,
 )
+from skyrl_mega.config.drafts import WEIGHTLESS, draft_method, draft_tokens
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -35,6 +36,7 @@ from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.drafts import draft_model, without_drafts
 from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
@@ -233,8 +235,9 @@ def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
 
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
-    """Returns a function: number of sequences running on an engine → estimated seconds of a decoding step, in which
-    every sequence gets a token. The sequences are `mean` tokens long, prompt included."""
+    """Returns a function: number of sequences running on an engine → estimated seconds in which every sequence gets a
+    token. The sequences are `mean` tokens long, prompt included. With draft tokens a step takes longer, and gives
+    `rollout.drafts.acceptance` of its draft tokens in addition to one token."""
     rollout, rates = config.rollout, config.cluster.rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
@@ -243,10 +246,24 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
     reading = reads(config, decoder)
 
-    def decode(running: float) -> float:
-        read = reading.weights(running) + running / (workers / rollout.tensor) * mean * reading.per_token
-        compute = running * (work.matrices + work.decoding * mean) / workers / speed
+    def step(running: float, tokens: float) -> float:
+        """Returns the seconds of a step of `running` sequences with `tokens` tokens each."""
+        computed = running * tokens
+        read = reading.weights(computed) + running / (workers / rollout.tensor) * mean * reading.per_token
+        compute = computed * (work.matrices + work.decoding * mean) / workers / speed
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
+
+    drafts, accepted = draft_tokens(rollout), rollout.drafts.acceptance * draft_tokens(rollout)
+    model = draft_model(config)
+    propose = decoding(without_drafts(config), model, mean) if model else lambda running: 0.0
+    may_stop = rollout.drafts.adaptive and draft_method(rollout) in WEIGHTLESS
+
+    def decode(running: float) -> float:
+        plain = step(running, 1)
+        if not drafts:
+            return plain
+        drafted = (step(running, 1 + drafts) + drafts * propose(running)) / (1 + accepted)
+        return min(plain, drafted) if may_stop else drafted
 
     return decode
 

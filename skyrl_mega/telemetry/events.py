@@ -23,6 +23,7 @@ Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `
 | `retriever_lost` | the retrieval service ended | `code`, `restarted` |
 | `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |
 | `failures` | environments failed in a step | `step`, `of`, `kinds` (of `trainer.health.failures.FailureKind`) |
+| `drafts` | engines began or ceased to leave out draft tokens in most steps | `step`, `suppressed`: share of steps |
 | `health` | a watcher found something (docs/health.md) | `step`, `finding`, `evidence` |
 """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.rollout.slots import SlotUse
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.profile import Profiler
@@ -30,6 +31,8 @@ class Measurements:
     """Use of environment slots; None without a bound by `environment.slots`."""
     timelines: Timelines | None = None
     """Writer of every step's timeline; None with `telemetry.timeline=false`."""
+    drafts_suppressed: bool = False
+    """True if the engines left out draft tokens in most of their steps, as reported last."""
 
     def begin(self, step: int, *, discard_earlier: bool) -> None:
         """Starts the measurements of a step, with a trace if `telemetry.profile` names the step.
@@ -47,7 +50,7 @@ class Measurements:
 
     def metrics_of(self, step: Step) -> dict[str, float]:
         """Waits, at most `meters.ANSWER_TIMEOUT_S`, for the readings of a finished step and returns the metrics
-        `memory/*`, `perf/*` and, with a bound on environment slots, `environment/slots_used`."""
+        `memory/*`, `perf/*`, `drafts/*` with draft tokens, and `environment/slots_used` with a bound on slots."""
         metrics = self.meters.collect()
         if self.slots is not None:
             metrics["environment/slots_used"] = float(self.slots.read())
@@ -57,6 +60,17 @@ class Measurements:
             workers, trajectories = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
             metrics |= speed.decoding_speed(self.config, self.model, workers, trajectories, seconds)
         return metrics
+
+    def draft_change(self, step: Step) -> Event | None:
+        """Returns an event if the engines began or ceased to leave out draft tokens in most of their steps, because
+        drafts cost more time than they save (`rollout.drafts.adaptive`); None without a change."""
+        share = step.metrics.get("drafts/suppressed")
+        if share is None or (share > 0.5) == self.drafts_suppressed:
+            return None
+        self.drafts_suppressed = not self.drafts_suppressed
+        why = "cost more time than they save" if self.drafts_suppressed else "save time again"
+        text = f"Step {step.number}: {share:.0%} of the engines' steps were without draft tokens, which {why}"
+        return Event("drafts", f"{text} (rollout.drafts.adaptive)", step=step.number, suppressed=share)
 
     def write_recordings(self, step: Step) -> dict[str, float]:
         """Writes the step's timeline, and the trace if recorded; returns the metrics of both."""

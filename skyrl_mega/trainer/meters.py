@@ -7,17 +7,20 @@ calls, and the answers are ready when the step ends. A step costs a few calls pe
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, PendingCall, settle
+from skyrl_mega.engines.base import Drafts
 from skyrl_mega.telemetry.memory import MemoryReading
 
 GIB = 2**30
 ENGINE_PHASES = ("generate", "sync", "eval")
 """Phases followed by a reading of the engines. A phase with idle engines counts with the next of these."""
+DRAFTS = "drafts"
+"""Role of the engines' counts of draft tokens."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds to wait for a step's answers; an actor without an answer adds nothing to the step's row."""
 SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allocations"))
@@ -32,6 +35,8 @@ class Meters:
     """Megatron actors by role, each with `measured() -> MemoryReading`."""
     fleet: Fleet
     """Engines, each with `measured() -> [(MemoryReading, steps)]` over the engine's workers."""
+    drafts: bool = False
+    """True if the engines use draft tokens, and count them: `drafts() -> Drafts`."""
     steps: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     """(engine, worker) → Counter of tokens → iterations, for phase `generate` of the last collected step."""
     _pending: list[tuple[str, str, list[PendingCall]]] = field(default_factory=list)
@@ -59,6 +64,8 @@ class Meters:
             self._pending.append((phase, role, group.submit_all("measured")))
         if engines:
             self._pending.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
+        if engines and self.drafts:
+            self._pending.append((phase, DRAFTS, self.fleet.submit(self.fleet.up, "drafts")))
 
     def collect(self) -> dict[str, float]:
         """Waits up to `ANSWER_TIMEOUT_S` seconds for the step's readings and returns the metrics `memory/*`: maxima
@@ -71,8 +78,12 @@ class Meters:
         maxima: dict[str, float] = defaultdict(float)
         sums: Counter[str] = Counter()
         self.steps = {}
+        drafts: list[Drafts] = []
         for phase, role, pending in self._pending:
             by_rank = {call.rank: answers[call] for call in pending if call in answers}
+            if role == DRAFTS:
+                drafts += by_rank.values()
+                continue
             readings = [*by_rank.values()]
             if role == "engine":
                 readings = [reading for workers in by_rank.values() for reading, _ in workers]
@@ -85,13 +96,34 @@ class Meters:
                 if values:
                     sums[name] += max(values)
         self._pending.clear()
-        return {**maxima, **{name: float(count) for name, count in sums.items()}}
+        counts = {name: float(count) for name, count in sums.items()}
+        return {**maxima, **counts, **draft_metrics(drafts)}
 
     def _count(self, by_rank: Mapping[int, list[tuple[MemoryReading, dict[int, int]]]]) -> None:
         """Adds up engine iterations, because dynamic sampling generates in several rounds."""
         for engine, workers in by_rank.items():
             for worker, (_, steps) in enumerate(workers):
                 self.steps.setdefault((engine, worker), Counter()).update(steps)
+
+
+def draft_metrics(engines: Sequence[Drafts]) -> dict[str, float]:
+    """Returns the metrics `drafts/*` of a step from the counts of its engines; {} without a token."""
+    total = Counter[str]()
+    for counts in engines:
+        total.update(asdict(counts))
+    steps = total["written"] - total["accepted"]  # each step of a sequence adds a token to the accepted ones
+    if not steps:
+        return {}
+    metrics = {
+        "drafts/drafted": float(total["drafted"]),
+        "drafts/accepted": float(total["accepted"]),
+        "drafts/tokens_per_step": total["written"] / steps,
+    }
+    if total["drafted"]:
+        metrics["drafts/acceptance"] = total["accepted"] / total["drafted"]
+    if total["steps"]:
+        metrics["drafts/suppressed"] = total["suppressed"] / total["steps"]
+    return metrics
 
 
 def _metrics(phase: str, role: str, readings: list[MemoryReading]) -> dict[str, float]:

@@ -180,7 +180,7 @@ class Run:
         self.step, self.stream_state = step.number, self.stream.state()
         self.trackers.log(step.number, step.metrics)
         self.console.step(step.number, step.metrics)
-        for line in verdict.lines:
+        for line in filter(None, (*verdict.lines, self.measurements.draft_change(step))):
             self.console.say(line)
 
     def end_if_engine_differs(self, step: Step) -> None:

@@ -23,6 +23,7 @@ from skyrl_mega.config.derived import (
     policy_ranks,
     reference_ranks,
 )
+from skyrl_mega.config.drafts import draft_method
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.data.order import PromptStream
@@ -255,7 +256,8 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     config, policy, fleet = setup.config, actors.policy.group, actors.engines
     models = actors.policy, actors.reference and actors.reference.ranks, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
-    meters = Meters({model.group.name: model.group for model in models if model}, fleet)
+    groups = {model.group.name: model.group for model in models if model}
+    meters = Meters(groups, fleet, drafts=bool(draft_method(config.rollout)))
     slots = generator.slots.use if generator.slots.most is not None else None
     concurrent_calls = config.environment.workers
     timelines = Timelines(setup.folder, generator.timeline, engines=fleet.out_of_service, slots=concurrent_calls)

@@ -21,6 +21,7 @@ from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.engines.presence import CACHE, WEIGHTS
 from skyrl_mega.models.registry import architecture
@@ -29,7 +30,7 @@ from skyrl_mega.weights.sync import WeightSync
 from tests.support.engines import build_model, complete, spec_of, start_engine
 from tests.support.shards import REQUESTS, cut, holders
 
-SIZES = {"hidden": 512, "experts": 8, "expert_ffn": 512, "heads": 8, "head_dim": 64}
+SIZES: dict[str, Any] = {"hidden": 512, "experts": 8, "expert_ffn": 512, "heads": 8, "head_dim": 64}
 CACHE_GIB = 0.1
 EXACT = 0.05
 """The largest relative difference between the process's memory and the computed bytes."""
@@ -67,15 +68,23 @@ class Place:
 
 
 @contextmanager
-def place_of(folder: Path, kind: str, tensor: int = 1, **sizes: Any) -> Iterator[Place]:
+def place_of(
+    folder: Path,
+    kind: str,
+    tensor: int = 1,
+    *,
+    drafts: DraftsConfig | None = None,
+    routes: bool = False,
+    **sizes: Any,
+) -> Iterator[Place]:
     """Yields a place with an engine of `tensor` workers."""
     model = build_model(folder / kind, kind, 0, **sizes)
     hf = json.loads((model / "config.json").read_text())
-    rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor)
+    rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor, drafts=drafts or DraftsConfig())
     weights = WeightsConfig(bucket_mib=1, timeout_s=60)
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
     extension = {"worker_extension_cls": "tests.support.sleeping.GarbageAfterWake"}
-    engines = start_engine("engine", spec_of(model, rollout, sleeps=ENGINE, extra=extension), folder)
+    engines = start_engine("engine", spec_of(model, rollout, sleeps=ENGINE, extra=extension, routes=routes), folder)
     fleet = Fleet(engines, restarts=2, start_timeout_s=300)
     parallel = ParallelDims(ranks=1)
     policy = holders(parallel, hf, folder)

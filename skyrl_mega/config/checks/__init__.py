@@ -21,6 +21,7 @@ from skyrl_mega.config.checks.devices import (
     check_profile,
     check_residency,
 )
+from skyrl_mega.config.checks.drafts import check_drafts
 from skyrl_mega.config.checks.elastic import check_elastic
 from skyrl_mega.config.checks.engines import (
     check_endpoint,
@@ -69,6 +70,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     for check_relations in (
         check_algorithm,
         check_unused,
+        check_drafts,
         check_replay,
         check_speed,
         check_residency,
@@ -104,6 +106,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     check_rollout(config)
     if engines:
         check_own_engines(config)
+        check_drafts(config)
         raise_first(config, config.model.refusals())
         check_topology(config)
     else:
@@ -155,6 +158,7 @@ def check_paths(c: Config) -> Refusals:
         "data.train": c.data.train,
         "data.eval": c.data.eval,
         "warmup.files": c.warmup.files,
+        "rollout.drafts.path": [c.rollout.drafts.path or ""],
         "environment.retriever.index": [c.environment.retriever.index or ""],
     }
     for key, paths in paths_by_key.items():

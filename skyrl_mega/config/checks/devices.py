@@ -20,7 +20,6 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.fields import Refusals, duplicates
 
 INCOMPATIBLE_ARGUMENTS = {
-    "speculative_config": "no weight sync brings the weights of a draft model",
     "enable_lora": "no weight sync brings adapters",
     "kv_transfer_config": "a connector has memory of its own for the cache",
     "kv_offloading_size": "a connector has memory of its own for the cache",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.derived import engine_data
+from skyrl_mega.config.derived import engine_data, planned_device
+from skyrl_mega.config.drafts import draft_method
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.schema.fields import Refusals, duplicates
@@ -46,10 +47,12 @@ def check_replay(c: Config) -> Refusals:
     if engine_data(c.rollout) > 1:
         why = "its replicas' routes are not gathered (policy.moe.replay=rollout)"
         yield "rollout.options.data_parallel_size", why, f"give rollout.engines instead, {OFF}"
-    for name, without in (("speculative_config", None), ("enable_prefix_caching", True)):
-        if c.rollout.options.get(name, without) != without:
-            why = "vLLM gives no routes with it (policy.moe.replay=rollout)"
-            yield f"rollout.options.{name}", why, f"leave it out, {OFF}"
+    if c.rollout.options.get("enable_prefix_caching", True) is not True:
+        why = "vLLM gives no routes with it (policy.moe.replay=rollout)"
+        yield "rollout.options.enable_prefix_caching", why, f"leave it out, {OFF}"
+    if draft_method(c.rollout) == "suffix" and planned_device(c) == "cuda":
+        why = "vLLM's model runner that returns routes on a GPU has no suffix drafts (policy.moe.replay=rollout)"
+        yield "rollout.drafts.method", why, f"give rollout.drafts.method=ngram, {OFF}"
 
 
 @raising

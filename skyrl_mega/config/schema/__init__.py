@@ -14,6 +14,7 @@ from skyrl_mega.config.schema.cluster import ClusterConfig, RatesConfig, Topolog
 from skyrl_mega.config.schema.corrections import RejectionConfig
 from skyrl_mega.config.schema.critic import CriticConfig, GaeConfig
 from skyrl_mega.config.schema.data import DataConfig, WarmupConfig
+from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.config.schema.environment import EnvironmentConfig, RetrieverConfig
@@ -50,6 +51,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DppoConfig",
+    "DraftsConfig",
     "DroConfig",
     "DynamicSamplingConfig",
     "ElasticConfig",

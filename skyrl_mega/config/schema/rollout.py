@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
@@ -111,6 +112,8 @@ class RolloutConfig:
     an estimated two to four times slower on an H100. null is eager on a CPU only. SkyRL's DAPO script runs eagerly
     because of an instability of the vLLM version of the time; here weights are updated in place, so CUDA graphs stay
     valid. Set true to rule out CUDA graphs if `mismatch` metrics or a loss look wrong."""
+    drafts: DraftsConfig = field(default_factory=DraftsConfig)
+    """Draft tokens (speculative decoding)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments, under vLLM's names."""
 

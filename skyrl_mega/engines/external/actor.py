@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
-from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.external.open import ExternalSpec, open_server, ready
 from skyrl_mega.engines.external.server import InferenceServer, NewTokens, ReceivingServer, ServerGone, ServerRefused
 from skyrl_mega.engines.presence import Presence
@@ -330,6 +330,10 @@ class ExternalEngine:
         return self.receiver
 
     # ---- health ----------------------------------------------------------------------------------------------------
+
+    async def drafts(self) -> Drafts:
+        """Returns zeros: a server's draft tokens are not counted."""
+        return Drafts()
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns []: the server's memory and steps are not the run's."""

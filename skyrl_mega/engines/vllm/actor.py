@@ -16,12 +16,13 @@ import numpy as np
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_data
-from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.config.drafts import draft_method
+from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.engines.vllm import routes
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.replicas import Replicas
-from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
+from skyrl_mega.engines.vllm.spec import EngineSpec, adapts, arguments, scales
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
@@ -61,6 +62,9 @@ class VllmEngine:
         """
         self.spans: list[Span] | None = None
         """Spans of ended requests; None unless recording."""
+        self.uses_drafts = bool(draft_method(spec.rollout))
+        self.drafted = Drafts()
+        """Counts since the last call of `drafts`."""
         self.presence = Presence(spec.sleeps)
         self.paused = False
         """True if computing was stopped, for a sync or a sleep."""
@@ -111,8 +115,10 @@ class VllmEngine:
                 f"vLLM refuses the settings: {reasons}", key="rollout.options", value=self.spec.rollout.options
             ) from None
         collect_columns(self.llm.output_processor)
-        if self.spec.device == "cpu":
-            await self.workers("draw_seeds_ahead")
+        if self.spec.device == "cpu" and not self.uses_drafts:
+            await self.workers("draw_seeds_ahead")  # checking drafts draws from the same generators
+        if adapts(self.spec):
+            await self.workers("suppress_drafts")
         await self.llm.update_weight_version(str(self.version))
         if self.spec.dequantised and self.spec.weights == "auto":
             await self.workers("load_files", self.spec.path)
@@ -244,6 +250,8 @@ class VllmEngine:
 
     def _completion(self, request: Request, result: Any) -> Completion:
         self.ended += len(result.token_ids)
+        if self.uses_drafts:
+            self._count_drafts(result)
         expert_routes = None
         if self.shape and not self._worker_records and result.token_ids:
             count = len(request.tokens) + len(result.token_ids) - 1 - request.routes_from
@@ -256,6 +264,13 @@ class VllmEngine:
             tuple((int(span.version), span.start) for span in result.weight_versions or []),
             expert_routes,
         )
+
+    def _count_drafts(self, result: Any) -> None:
+        counts = self.drafted
+        counts.written += len(result.token_ids)
+        if (metrics := result.spec_decode_metrics) is not None:
+            counts.drafted += metrics.num_draft_tokens
+            counts.accepted += sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
@@ -507,6 +522,13 @@ class VllmEngine:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
         steps. Steps before the first call are not counted."""
         return [(MemoryReading(**memory), steps) for memory, steps in await self.workers("measured")]
+
+    async def drafts(self) -> Drafts:
+        """Returns the counts of draft tokens since the previous call."""
+        counts, self.drafted = self.drafted, Drafts()
+        if adapts(self.spec):
+            counts.steps, counts.suppressed = (await self.workers("draft_steps"))[0]
+        return counts
 
     async def record_spans(self, on: bool) -> list[Span]:
         """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded since the previous

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyrl_mega.engines.vllm.cpu_drafts import repair_expansion
 from skyrl_mega.engines.vllm.cpu_experts import allow_expert_parallelism, allow_replicas
 from skyrl_mega.engines.vllm.cpu_router import allow_sigmoid_without_groups
 
@@ -16,8 +17,9 @@ MAY_HOLD = "skyrl_mega_may_hold"
 
 
 def register() -> None:
-    """Registers our weight-transfer engine and tokenizers with vLLM, and on a CPU repairs the router of experts
-    (`cpu_router`) and experts on several workers (`cpu_experts`). May be called again in the same process."""
+    """Registers our weight-transfer engine and tokenizers with vLLM. On a CPU repairs the router of experts
+    (`cpu_router`), experts on several workers (`cpu_experts`) and the check of draft tokens (`cpu_drafts`). May be
+    called again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
     from vllm.renderers.registry import RENDERER_REGISTRY
@@ -27,6 +29,7 @@ def register() -> None:
         allow_sigmoid_without_groups()
         allow_expert_parallelism()
         allow_replicas()
+        repair_expansion()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
     RENDERER_REGISTRY.renderers[TOKENIZER] = ("vllm.renderers.hf", "HfRenderer")

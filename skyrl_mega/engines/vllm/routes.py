@@ -64,6 +64,18 @@ class _Request:
     known: int = 0
     """Number of tokens in `parts`."""
 
+    def cut_rejected(self, first: int, new: TokenRoutes) -> None:
+        """Removes the tokens that the engine replaced, which are rejected draft tokens: all tokens from the first on
+        that differs from `new`, the tokens read again from position `first`. Equal tokens are read again after a
+        preemption, and keep the routes used when they were sampled.
+        """
+        known = TokenRoutes.concatenated(self.parts)
+        again = new.tokens[: self.known - first]
+        differing = np.flatnonzero(known.tokens[first : first + len(again)] != again)
+        if len(differing):
+            self.known = first + int(differing[0])
+            self.parts = [known.select(slice(0, self.known))]
+
 
 class RouteRecorder:
     """A recorder of the choices of vLLM's routers in a worker on a CPU, where routers run as Python.
@@ -142,8 +154,9 @@ class RouteRecorder:
                 kept[places[first:]] = value
             rows_by_request.append((name, first, places, new))
         for name, first, places, new in rows_by_request:
-            # Tokens computed again after a preemption keep the routes used when they were sampled.
             request = self.requests.setdefault(name, _Request())
+            if first < request.known:
+                request.cut_rejected(first, new)
             if first > request.known:
                 request.parts.append(self.cached.select(places[request.known : first]))
             request.parts.append(new.select(slice(max(0, request.known - first), None)))

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from skyrl_mega.engines.vllm.drafts import AdaptiveScheduler
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
@@ -39,7 +39,7 @@ _DEFAULTS = tuple(f.default for f in _OTHER_FIELDS)
 """Default values of the output's fields other than tokens and log-probs."""
 
 
-class HoldingScheduler(Scheduler):
+class HoldingScheduler(AdaptiveScheduler):
     """A scheduler that holds the tokens of requests with `MAY_HOLD` in `extra_args`.
 
     Tokens are sent when the request ends, `HOLD_S` are over, or vLLM pauses: everything sampled with old weights is

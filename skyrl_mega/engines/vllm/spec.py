@@ -10,11 +10,14 @@ from typing import Any
 
 from skyrl_mega.common.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.derived import ENGINE_ENVIRONMENT, eager, fp8_weights, replica_concurrency
+from skyrl_mega.config.drafts import WEIGHTLESS, draft_method, speculative_config
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 
+ADAPTIVE = "skyrl_mega_adaptive_drafts"
+"""Key in vLLM's `additional_config`: True to draft tokens only where drafts save time (`engines.vllm.drafts`)."""
 ROUTER = r"re:.*\.mlp\.gate$"
 """Layers left unquantised by quantisation on loading, as in FP8 checkpoints: a rounded router picks other experts."""
 RESTARTED_FRACTION = 0.01
@@ -57,6 +60,12 @@ class EngineSpec:
     """On a GPU: kernels with results independent of the batch."""
 
 
+def adapts(spec: EngineSpec) -> bool:
+    """Returns True if an engine drafts tokens only where drafts save time (`rollout.drafts.adaptive`)."""
+    weightless = draft_method(spec.rollout) in WEIGHTLESS
+    return weightless and spec.rollout.drafts.adaptive and not spec.deterministic
+
+
 def environment(spec: EngineSpec) -> dict[str, str]:
     """Returns the environment variables to set in the engine's process before its start. The device, number of workers,
     routes and `deterministic` decide."""
@@ -78,6 +87,10 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             # Policy and engine take turns on the same cores: pinned threads would queue for one of them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
+        if draft_method(spec.rollout) == "ngram":
+            # vLLM searches the text with numba, which would otherwise raise the number of torch's threads as well:
+            # each step then waits for the cores of other processes.
+            env |= {"NUMBA_NUM_THREADS": "1", "NUMBA_THREADING_LAYER": "workqueue"}
         if spec.rollout.tensor == 1:
             # Otherwise vLLM puts the only worker of a replica into a further process: 7 s more to start.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -161,7 +174,19 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         arguments["quantization_config"] = {"ignore": [ROUTER]}
     if spec.dequantised:
         arguments["hf_overrides"] = {"quantization_config": None}
-    return reduce(_merged, (_block_arguments(spec), arguments, spec.extra, rollout.options))
+    return reduce(_merged, (_block_arguments(spec), _draft_arguments(spec), arguments, spec.extra, rollout.options))
+
+
+def _draft_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Returns the arguments for draft tokens; {} without drafts."""
+    drafts = speculative_config(spec.rollout)
+    if not drafts:
+        return {}
+    arguments = {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
+    if adapts(spec):
+        arguments["additional_config"] = {ADAPTIVE: True}
+        arguments["scheduler_cls"] = "skyrl_mega.engines.vllm.drafts.AdaptiveScheduler"  # on a CPU: a subclass
+    return arguments
 
 
 def _block_arguments(spec: EngineSpec) -> dict[str, Any]:

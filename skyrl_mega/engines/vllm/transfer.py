@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from skyrl_mega.cluster import numa
+from skyrl_mega.engines.vllm.drafts import Suppressor
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
@@ -168,6 +169,7 @@ class WorkerExtension:
     _weight_update_active: bool
     model_runner: Any
     synchronize_device: Callable[[], None]
+    suppressor: Suppressor
     recorder: RouteRecorder | None = None
     """Recorder of routes, in the first worker of an engine recording routes."""
     meters: tuple[MemoryMeter, StepCounter] | None = None
@@ -191,6 +193,15 @@ class WorkerExtension:
     def draw_seeds_ahead(self) -> None:
         """Makes the sampler draw seeds in blocks; see `seeds.draw_ahead`."""
         draw_ahead(self.model_runner)
+
+    def suppress_drafts(self) -> None:
+        """Makes the worker leave out draft tokens that the scheduler would drop, and count them; to be called once."""
+        self.suppressor = Suppressor(self.model_runner)
+
+    def draft_steps(self) -> tuple[int, int]:
+        """Returns the number of steps, and of steps without draft tokens, since the previous call; `suppress_drafts`
+        must have been called."""
+        return self.suppressor.take()
 
     def cache_bytes(self) -> int:
         """Returns the bytes of this worker's KV cache: as given in the settings, else as vLLM measured at start."""

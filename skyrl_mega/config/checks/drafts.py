@@ -1,0 +1,64 @@
+"""Rules of draft tokens: `rollout.drafts`, and vLLM's own settings in `rollout.options.speculative_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from skyrl_mega.common.values import shown
+from skyrl_mega.config.drafts import METHODS, OPTION, WEIGHTLESS, draft_method, speculative_config
+from skyrl_mega.config.refusals import raising
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
+
+KEY = f"rollout.options.{OPTION}"
+SUPPORTED = (*WEIGHTLESS, "draft_model")
+"""vLLM's methods that a run may use."""
+
+
+@raising
+def check_drafts(c: Config) -> Refusals:
+    """Raises a UserError for settings of draft tokens that contradict each other, need trained weights that no run has,
+    or change the distribution of the sampled tokens."""
+    r, given, method = c.rollout, c.rollout.options.get(OPTION), draft_method(c.rollout)
+    yield from r.drafts.refusals()
+    if given is not None and not isinstance(given, Mapping):
+        yield KEY, "allowed is a mapping of vLLM's SpeculativeConfig, such as {method: ngram, …}", "", shown(given)
+    yield from _method_refusals(c, method)
+    if not method:
+        return
+    settings = speculative_config(r)
+    if not settings.get("num_speculative_tokens"):
+        yield (
+            KEY,
+            "num_speculative_tokens is missing",
+            "give rollout.drafts.method and rollout.drafts.max_tokens instead",
+        )
+    if settings.get("rejection_sample_method") == "synthetic":
+        why = "it accepts draft tokens at random, so that samples are not the policy's"
+        yield f"{KEY}.rejection_sample_method", why, "leave it out"
+    if method == "suffix" and c.run.deterministic:
+        why = "suffix drafts depend on the engine's earlier answers, which a resumed run does not have"
+        yield "rollout.drafts.method", why, "give rollout.drafts.method=ngram, or run.deterministic=false", "suffix"
+    if method == "ngram_gpu" and c.cluster.device == "cpu":
+        yield f"{KEY}.method", "it has kernels for CUDA alone", "give rollout.drafts.method=ngram"
+
+
+def _method_refusals(c: Config, method: str) -> Refusals:
+    """Yields refusals of the method in vLLM's settings."""
+    drafts, given = c.rollout.drafts.method, c.rollout.options.get(OPTION)
+    if not isinstance(given, Mapping) or not given:
+        return
+    if drafts != "none" and method != METHODS[drafts]:
+        why = f"rollout.drafts.method={drafts} says {METHODS[drafts]}"
+        yield f"{KEY}.method", why, "leave one of them out"
+    elif not method:
+        yield KEY, f"a method is missing; allowed is one of {', '.join(SUPPORTED)}", "", shown(dict(given))
+    elif method not in SUPPORTED:
+        yield (
+            f"{KEY}.method",
+            "its weights read the policy's hidden states, and a policy trains neither heads of draft tokens nor layers "
+            f"of multi-token prediction (docs/drafts.md); allowed is one of {', '.join(SUPPORTED)}",
+        )
+    elif method == "draft_model" and drafts == "none":
+        why = "vLLM would give the draft model random weights"
+        yield f"{KEY}.method", why, "give rollout.drafts.method=model and rollout.drafts.path instead"
