@@ -51,6 +51,6 @@ def test_a_tree_search_all_the_time_ahead_resumes_and_loses_nothing(tmp_path: Pa
     groups = Counter(t.prompt.uid for step in steps.values() for t in step)
     assert len(groups) == 64 and set(groups.values()) == {4}, "64 groups of 4 samples, each once"
     assert max(step - 1 - version for step, of in steps.items() for t in of for version, _ in t.versions) <= 2
-    last = read(folder / "metrics.jsonl")[-1]
+    last: dict[str, Any] = {**read(folder / "metrics.jsonl")[-1]}
     assert 0 < last[f"environment/of/{SAMPLED}"] < last["rollout/tokens"] / len(steps[4]), "common beginnings"
     assert last["mismatch/logprob_abs_mean"] < 1

@@ -51,9 +51,13 @@ def calls(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("generate")
         return [Group(Prompt(0, [], "e", {}), [])]
 
+    def sync(version: int) -> dict[str, float]:
+        done.append(f"sync {version}")
+        return {}
+
     fake.next_groups = generate
     fake.before_sync = lambda step: None
-    fake.sync = lambda version: done.append(f"sync {version}") or {}
+    fake.sync = sync
     fake.synced = lambda version: None
     monkeypatch.setattr(loop, "train_on", lambda run, step, groups: done.append(f"train {len(groups)}"))
     monkeypatch.setattr(run, "evaluate", lambda step: done.append("evaluate"))
