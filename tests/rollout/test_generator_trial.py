@@ -70,7 +70,7 @@ def test_names_and_options_are_checked(tmp_path: Path) -> None:
          "take random numbers from service.random()"),
         ("b = await service.open()\nfor _ in range(3):\n"
          "    b = (await b.sample()).tell([{'role': 'user', 'content': ''}])",
-         "this is turn 2 of a trajectory, and rollout.max_turns is 1; give at least 2"),
+         "tell: this leads to turn 2 of a trajectory, and rollout.max_turns is 1; give at least 2"),
     ],
 )  # fmt: skip
 def test_a_call_with_stand_ins_finds_errors(tmp_path: Path, body: str, error: str) -> None:

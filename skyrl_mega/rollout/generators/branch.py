@@ -173,10 +173,12 @@ class Branch:
             messages: At least one message, such as `{"role": "user", "content": "Try again."}`.
 
         Raises:
-            GeneratorFault: There is no turn to answer, or a message is invalid.
+            GeneratorFault: There is no turn to answer, the trajectory has used its turns, or a message is invalid.
         """
         if self._finish is None and not self.done:
             raise GeneratorFault("tell: there is no turn to answer; call sample first")
+        if not self.done:
+            self._check_turns("tell")
         branch = self._derive()
         if not self.done:
             branch._answer(messages)
@@ -223,10 +225,9 @@ class Branch:
         await service.started()
         self.opened.until = service.until
         continues, limits = self._finish == OPEN, agent.limits
-        if not continues and t.turns >= limits.turns:
-            more = f"rollout.max_turns is {limits.turns}; give at least {t.turns + 1}"
-            raise GeneratorFault(f"sample: this is turn {t.turns + 1} of a trajectory, and {more}")
-        if continues:
+        if not continues:
+            self._check_turns("sample")
+        else:
             limits = replace(limits, turn=limits.turn - len(self.turn_tokens))
         if (room := limits.room(t)) < 1:
             t.status = Status.TRUNCATED_TOKENS
@@ -248,6 +249,12 @@ class Branch:
         else:  # the time was over before the first token
             await self._guarded(self._out_of_time(turn.finish))
             await self._end()
+
+    def _check_turns(self, call: str) -> None:
+        most, turn = self.service.agent.limits.turns, self.turns + 1
+        if turn > most:
+            more = f"rollout.max_turns is {most}; give at least {turn}"
+            raise GeneratorFault(f"{call}: this leads to turn {turn} of a trajectory, and {more}")
 
     async def _out_of_time(self, finish: str) -> bool:
         await self._take_environment()
