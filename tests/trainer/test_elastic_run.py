@@ -94,4 +94,6 @@ def test_engines_join_and_leave_while_a_run_trains(tmp_path: Path) -> None:
     engines = [row["sync/engines"] for row in steps]
     assert {*engines} == {1.0, 2.0} and engines[-1] == 1.0
     assert all(row["asynchrony/staleness_max"] <= 1 for row in steps)
-    assert max(row["mismatch/logprob_abs_mean"] for row in steps) < 0.05, "the joined engine has the policy's weights"
+    # The first steps move the policy most, so that a version more makes a larger difference there.
+    changed = [row["mismatch/logprob_abs_mean"] for row in steps if row["sync/engines_joined"]]
+    assert max(changed) < 0.01, "the joined engine has the policy's weights"
