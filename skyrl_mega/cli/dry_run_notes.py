@@ -22,6 +22,7 @@ from skyrl_mega.config.derived import (
     on_driver_node,
     response_limit,
 )
+from skyrl_mega.config.drafts import draft_tokens
 from skyrl_mega.config.precision import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
 from skyrl_mega.models import engine, megatron
@@ -55,7 +56,7 @@ def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: floa
     sizes = batch(config, parallel)
     lines = [cutoff_note(config), *unused_notes(config), *registry.unused_notes(config.telemetry)]
     lines += [*_on_model(config), *numa_warnings(config, decoder, parallel), *_on_batch(sizes), *_on_lengths(config)]
-    lines += [*_on_environments(config), *_on_endpoints(config)]
+    lines += [*_on_environments(config), *_on_endpoints(config), *_on_drafts(config)]
     if not on_cpu(config):
         lines += [
             dynamic.note(config, signal),
@@ -103,6 +104,16 @@ def _on_environments(config: Config) -> Iterator[str]:
         yield (
             f"environment.slots = {environment.slots}: engines have places for up to {places:,} trajectories at once "
             "(rollout.concurrency), and wait for environments; give more slots to fill the engines"
+        )
+
+
+def _on_drafts(config: Config) -> Iterator[str]:
+    """Yields a note about the assumed acceptance of draft tokens."""
+    if drafts := draft_tokens(config.rollout):
+        accepted = config.rollout.drafts.acceptance * drafts
+        yield (
+            f"rollout.drafts.acceptance={config.rollout.drafts.acceptance:g}: times assume {accepted:.2g} of {drafts} "
+            "draft tokens accepted in a step; a run measures drafts/tokens_per_step (docs/drafts.md)"
         )
 
 

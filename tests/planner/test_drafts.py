@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cli.draft_checks import check_draft_model, check_suffix
+from skyrl_mega.cli.dry_run_notes import _on_drafts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.config.schema.drafts import DraftsConfig
@@ -78,3 +79,9 @@ def test_suffix_drafts_need_their_package(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"rollout.drafts.method = suffix: vLLM needs the package arctic-inference"):
         check_suffix(config_of(method="suffix"))
+
+
+def test_a_dry_run_says_what_it_assumes() -> None:
+    assert list(_on_drafts(Config())) == []
+    (note,) = _on_drafts(config_of(method="ngram"))
+    assert note.startswith("rollout.drafts.acceptance=0.2: times assume 0.8 of 4 draft tokens accepted in a step")

@@ -35,6 +35,7 @@ class Story:
         monkeypatch.setattr(Scheduler, "update_from_output", lambda _, answer, output: answer)
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
         monkeypatch.setattr(Scheduler, "__init__", lambda _: None)
+        monkeypatch.setattr(Scheduler, "vllm_config", SimpleNamespace(additional_config={}), raising=False)
         monkeypatch.setattr(Scheduler, "finish_requests", lambda _, ended: ended)
         monkeypatch.setattr(held, "supported", lambda _: False)
         self.scheduler: Any = HoldingScheduler()

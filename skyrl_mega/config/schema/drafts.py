@@ -30,7 +30,7 @@ class DraftsConfig:
     """`ngram` and `suffix`: an engine measures the seconds per token with and without drafts, for each range of batch
     sizes, and drafts only where drafts save time. Tokens then depend on the speed of the machine;
     `run.deterministic=true` ignores this setting and always drafts."""
-    acceptance: float = between(0, 1, 0.5)
+    acceptance: float = between(0, 1, 0.2)
     """Assumption of estimated times (dry run, simulation): accepted draft tokens of a step, divided by `max_tokens`."""
 
     def refusals(self) -> Refusals:
