@@ -158,6 +158,9 @@ class Fleet(SupervisedGroup):
             idle = self.states[rank] is not State.UP
             self.states[rank] = State.LEAVING
             self._current.discard(rank)
+            if not grace_s:
+                self.last_failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
+                cause = self.last_failure.cause
             if self._closed:
                 return
             starting = [f for f in (self._starting.pop(rank, None), self._ending.pop(rank, None)) if f is not None]
@@ -279,8 +282,7 @@ class Fleet(SupervisedGroup):
         """
         with self._lock:
             if rank in self.joined and self.states[rank] is State.UP and not self._may_restart(rank):
-                self.last_failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
-                self.leave(rank, self.last_failure.cause, 0.0)
+                self.leave(rank, cause, 0.0)
                 return
             super().retire(rank, cause)
         if self.states[rank] is State.GIVEN_UP:

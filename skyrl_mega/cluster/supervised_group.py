@@ -87,8 +87,8 @@ class SupervisedGroup:
             for rank, starting in list(self._starting.items()):
                 if starting.done():
                     self._finish_restart(rank, starting.exception())
-            if self.last_failure is not None and not self.ranks(*ALIVE):
-                raise self.last_failure
+            if not self.ranks(*ALIVE):
+                raise self.last_failure or ActorFailed(self.group.name, None, "service", "no actor is left")
             return {rank: self.group.actors[rank] for rank in self.up}
 
     def _finish_restart(self, rank: int, error: BaseException | None) -> None:

@@ -145,10 +145,11 @@ class Trust:
         return ""
 
     def _allowed(self, rank: int) -> float:
-        entry = entries(self.config.rollout.endpoints)[rank - self.config.rollout.engines]
         alarm = self.config.health.mismatch.alarm_mean
         default = ALARM_MEAN[engine_precision(self.config)] if alarm is None else alarm or math.inf
-        return default if entry.max_difference is None else entry.max_difference
+        listed = dict(enumerate(entries(self.config.rollout.endpoints), self.config.rollout.engines))
+        entry = listed.get(rank)  # a server that joined later has no entry
+        return default if entry is None or entry.max_difference is None else entry.max_difference
 
     def _leave_out(self, rank: int, problem: str, version: int) -> None:
         self.failures[rank] = self.failures.get(rank, 0) + 1

@@ -335,6 +335,11 @@ def test_an_actor_joins_serves_and_leaves_after_its_calls(fleet: Fleet, tmp_path
     with pytest.raises(UserError, match="no other engine runs"):
         fleet.leave(1, "the last one", 60.0)
     assert fleet.add(joining(3, tmp_path)) == 3, "a rank is never used again"
+    reached(fleet, 3, State.UP)
+    for rank in (1, 3):
+        fleet.leave(rank, "its node left the cluster", 0.0)
+    with pytest.raises(ActorFailed, match="its node left the cluster"):
+        fleet.ensure_running()
 
 
 def test_a_joined_actor_that_fails_never_ends_the_run(fleet: Fleet, tmp_path: Path) -> None:

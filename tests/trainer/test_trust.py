@@ -120,3 +120,11 @@ def test_a_server_that_lies_is_left_out(
     assert problem in event
     assert (event.kind, event.facts["rank"], event.facts["version"]) == ("engine_differs", 1, 2)
     assert problem in fleet.retired[1]
+
+
+def test_a_server_that_joined_later_has_the_default_bound() -> None:
+    listed = "rollout.endpoints=[{url: 'http://127.0.0.1:1', max_difference: 0.05}]"
+    for settings, bounds in (([], [None, None]), ([listed], [0.05, None])):
+        config = compose(None, ["model.dtype=float32", "health.mismatch.alarm_mean=0.5", *settings])
+        trust = Trust(config, None, None, VOCAB, print)  # type: ignore[arg-type]
+        assert [trust._allowed(rank) for rank in (1, 2)] == [bound or 0.5 for bound in bounds]
