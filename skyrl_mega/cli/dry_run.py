@@ -16,6 +16,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import engine_count, generates_ahead, length_limit, max_open_trajectories
+from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.sandboxes import evaluation_trajectories
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
@@ -219,6 +220,7 @@ def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, An
         "servers": len(config.rollout.endpoints),
         "tensor": config.rollout.tensor,
         "workers": rows,
+        "gpu_memory": None if on_cpu(config) else gpu_bytes(engine_view(config)),
         "concurrency": config.rollout.concurrency,
         "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
         "usual": mean_concurrency(config, tokens, sizes),

@@ -23,6 +23,7 @@ from skyrl_mega.config.derived import (
     response_limit,
 )
 from skyrl_mega.config.drafts import draft_tokens
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.precision import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
 from skyrl_mega.models import engine, megatron
@@ -288,11 +289,11 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
     rollout = config.rollout
     if idle := idle_gpus_note(config):
         yield idle
-    if engine_ranks(rollout) > config.cluster.gpus_per_node:
+    if engine_ranks(rollout) > (node := engine_cluster(config).gpus_per_node):
         data = f" rollout.options.data_parallel_size={engine_data(rollout)}" if engine_data(rollout) > 1 else ""
         yield (
             f"rollout.tensor={rollout.tensor}{data} works only in a plan: in a run, an engine must fit into a node of "
-            f"{config.cluster.gpus_per_node} GPUs"
+            f"{node} GPUs"
         )
     if 0 < decoder.kv_heads < rollout.tensor:
         yield (

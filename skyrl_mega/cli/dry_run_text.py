@@ -43,6 +43,7 @@ GPU = {
 }
 """Columns of a shared GPU with the kinds of memory in each; --json prints every kind separately."""
 TRAINED = ("policy", "reference", "critic")
+ENGINE = "an engine worker"
 Values = Mapping[str, Any]
 
 
@@ -74,8 +75,8 @@ def _first_line(v: Values) -> str:
         need = f"about {_gib(host)} GiB of memory on the fullest node"
         step = f"; about {v['seconds']['step']:.1f} s a step" if v["seconds"] else ""
         return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {need}{step}"
-    free, where = _tightest(v)
-    node_count, size = counted(len(v["nodes"]), "node"), f"{_gib(v['gpu_memory'])} GiB"
+    free, where, memory = _tightest(v)
+    node_count, size = counted(len(v["nodes"]), "node"), f"{_gib(memory)} GiB"
     step = f"about {v['seconds']['step']:.0f} s a step"
     if free < 0:
         return f"tight on {node_count}: by the estimates {where} lacks {-free / GIB:.1f} of {size}; {step}"
@@ -87,18 +88,19 @@ def _run_lines(v: Values) -> list[str]:
     return dry_run_time_text.summary(v["time"]) if v["time"] else []
 
 
-def _tightest(v: Values) -> tuple[int, str]:
-    """Returns the free bytes and the name of the GPU that lacks most, or else of the first GPU considered."""
+def _tightest(v: Values) -> tuple[int, str, int]:
+    """Returns the free bytes, the name and the memory of the GPU that lacks most, or else of the GPU considered first;
+    with engines on GPUs of another kind, of the GPU with least free memory."""
     peaks = {name: max((rank["memory"]["peak"] for rank in v[name]), default=0) for name in TRAINED}
     free = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
     if v["shared"]:
         free = {"the fullest shared GPU": v["shared"]["margin"]} | free
     elif v["engines"]["count"]:
         worker = max(row["memory"]["peak"] for row in v["engines"]["workers"])
-        free[f"an engine worker ({_gib(worker)} GiB)"] = v["gpu_memory"] - worker
-    first = next(iter(free))
-    where = min(free, key=lambda name: (min(free[name], 0), name != first))
-    return free[where], where
+        free[f"{ENGINE} ({_gib(worker)} GiB)"] = v["engines"]["gpu_memory"] - worker
+    first, apart = next(iter(free)), v["engines"]["gpu_memory"] != v["gpu_memory"]
+    where = min(free, key=lambda name: (free[name] if apart else min(free[name], 0), name != first))
+    return free[where], where, (v["engines"] if where.startswith(ENGINE) else v)["gpu_memory"]
 
 
 def _model(v: Values) -> list[str]:
@@ -166,9 +168,11 @@ def _engines(v: Values) -> list[str]:
     longest = counted(e["at_once"], "sequence")
     servers = f", beside {counted(e['servers'], 'server')} outside of the run" * bool(e["servers"])
     stands = "" if e["count"] else ", of an engine that stands for each server"
+    apart = v["engines"]["gpu_memory"] != v["gpu_memory"]
+    gpu = f" of a GPU's {_gib(v['engines']['gpu_memory'])}" if apart else ""
     return [
         f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}{servers}; GiB of "
-        f"one worker{stands}",
+        f"one worker{gpu}{stands}",
         *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
         f"  at once: {longest} of maximum length, {e['usual']} of mean length; "
         f"rollout.concurrency is {e['concurrency']}; {e['waiting']:,} more wait",

@@ -9,6 +9,7 @@ from typing import Any
 
 from skyrl_mega.cli import workload
 from skyrl_mega.config.derived import critic_ranks, engine_ranks
+from skyrl_mega.config.pools import engine_cluster, gpus_by_kind
 from skyrl_mega.config.sandboxes import evaluation_trajectories, row_count
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -52,12 +53,17 @@ class Inputs:
         Args:
             config: Settings with other values in `cluster.topology`; the transfer plan is that of this object.
         """
-        before, now = self.config.cluster.topology, config.cluster.topology
         links = (
-            seconds * getattr(before, LINKS[kind]) / getattr(now, LINKS[kind])
+            seconds * self._link(self.config, kind) / self._link(config, kind)
             for kind, seconds in self.sync["seconds"].items()
         )
         return float(max(links) + self.sync["host_seconds"]["later"])
+
+    @staticmethod
+    def _link(config: Config, kind: str) -> float:
+        """Returns the speed of a kind of link: policy ranks send, and the engines' nodes receive and forward."""
+        cluster = config.cluster if kind == "nic_out" else engine_cluster(config)
+        return float(getattr(cluster.topology, LINKS[kind]))
 
 
 def values(inputs: Inputs, args: argparse.Namespace | None) -> tuple[dict[str, float], dict[str, Any]]:
@@ -124,12 +130,14 @@ def _column(inputs: Inputs, trajectories: Trajectories, run: RunTime) -> dict[st
 
 def _run(config: Config, counts: Counts, time: RunTime, bar: tuple[float, float]) -> dict[str, Any]:
     """Returns steps, days and GPU-hours of the run, with the ends of the error bar."""
-    gpus = 0 if on_cpu(config) else config.cluster.nodes * config.cluster.gpus_per_node
+    kinds = {} if on_cpu(config) else gpus_by_kind(config)
+    gpus = sum(kinds.values())
     ends = [time.seconds * factor for factor in (1.0, *bar)]
     return {
         "steps": time.steps,
         "steps_known": counts.steps is not None,
         "gpus": gpus,
+        "gpu_hours_by_kind": {kind: count * ends[0] / HOUR for kind, count in kinds.items()},
         "evaluations": time.evaluations,
         "evaluation_s": time.evaluation,
         "checkpoints": time.checkpoints,

@@ -48,6 +48,9 @@ def run_text(run: Values) -> str:
         cost = (
             f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
         )
+        kinds = run["gpu_hours_by_kind"]
+        if len(kinds) > 1:
+            cost += f": {', '.join(f'{name} {value:,.0f}' for name, value in kinds.items())}"
     steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}{'' if run['steps_known'] else ' (assumed)'}"
     ends = f"{duration(seconds['low'])} to {duration(seconds['high'])}"
     return f"{steps} take about {duration(seconds['estimate'])} ({ends}){cost}"

@@ -18,6 +18,7 @@ from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough, check_gpus
 from skyrl_mega.config.checks.policy import check_speed
+from skyrl_mega.config.pools import total_nodes
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
@@ -394,7 +395,8 @@ def with_device(config: Config, training: bool = True) -> Config:
 
     Raises:
         UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or
-            the installed packages are for GPUs but the device is a CPU; or the cluster at RAY_ADDRESS does not answer.
+            the installed packages are for GPUs but the device is a CPU; or the cluster at RAY_ADDRESS does not answer,
+            or there is none for two kinds of nodes.
         ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
     """
     import torch
@@ -404,9 +406,15 @@ def with_device(config: Config, training: bool = True) -> Config:
     from skyrl_mega.cluster.run_placement import check_nodes
 
     joined = bool(os.environ.get("RAY_ADDRESS"))
+    if config.cluster.pools.engines is not None and training and not joined:
+        raise UserError(
+            "two kinds of nodes need a Ray cluster, and RAY_ADDRESS is not set",
+            key="cluster.pools.engines",
+            fix="start Ray on all nodes and give RAY_ADDRESS (docs/pools.md), or give cluster.pools.engines=null",
+        )
     device = devices.choose_device(
         config.cluster.device,
-        partial(gpus_joined, config.cluster.nodes, config.cluster.start_timeout_s) if joined else lambda: 0,
+        partial(gpus_joined, total_nodes(config), config.cluster.start_timeout_s) if joined else lambda: 0,
         torch=devices.torch_view(),
         here=devices.gpu_evidence(),
         joined=joined,

@@ -14,6 +14,7 @@ from skyrl_mega.cli.refusal import find_error
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.learning import MOST_SIMULATED, has_correction
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import engine_blocks, fit
@@ -152,9 +153,11 @@ def _fewer_expert_ranks(config: Config) -> list[Change]:
 
 def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[Change]:
     """Returns fitting splits with a further change, evenly spaced over the possible numbers of engines."""
-    most = _gpus(config) // engine_ranks(changed(config, change).rollout)
+    most = _engine_gpus(config) // engine_ranks(changed(config, change).rollout)
     by_ranks = {}
-    for count in _evenly_spaced(range(1, most + 1), COUNTS):
+    # Engines in a pool have all of the pool's GPUs.
+    counts = range(1, most + 1) if config.cluster.pools.engines is None else range(most, most + 1)
+    for count in _evenly_spaced([n for n in counts if n], COUNTS):
         matching = islice(_matching_splits(config, count, change), RANKS)
         if fitting := next((each for each in matching if _fits(config, each, hf)), None):
             by_ranks[dict(fitting)["policy.ranks"]] = fitting  # with equal policy ranks, more engines are better
@@ -164,7 +167,8 @@ def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[
 def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
     """Returns the reason why no split fits, as a clause for a message. Call if `splits` returns []. The example is a
     split with engines on half of the GPUs or fewer."""
-    most = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
+    share = 2 if config.cluster.pools.engines is None else 1
+    most = max(1, _engine_gpus(config) // share // engine_ranks(config.rollout))
     counts = _evenly_spaced(range(most, 0, -1), COUNTS)
     example = next((each for count in counts for each in _matching_splits(config, count, ())), None)
     if example is None:
@@ -246,6 +250,12 @@ def _layouts_match(config: Config) -> bool:
 
 def _gpus(config: Config) -> int:
     return config.cluster.nodes * config.cluster.gpus_per_node
+
+
+def _engine_gpus(config: Config) -> int:
+    """Returns the number of GPUs that engines may have, with a pool those of the pool."""
+    cluster = engine_cluster(config)
+    return cluster.nodes * cluster.gpus_per_node
 
 
 def _sized(tensor: int, fraction: float) -> Change:

@@ -134,7 +134,9 @@ def text(c: Comparison) -> str:
     """Returns the report of `--simulate` as text for a terminal: tables of the simulated asynchrony modes, splits of
     GPUs and engine sizes, then the advice and the limits of the simulation."""
     cluster = c.config.cluster
-    gpus = f"{cluster.nodes} · {cluster.gpus_per_node} GPUs; {'first ' if c.splits else ''}{_given_text(c)}"
+    pool = cluster.pools.engines
+    apart = f" and {pool.nodes} · {pool.gpus_per_node} {pool.gpu} for engines" if pool else ""
+    gpus = f"{cluster.nodes} · {cluster.gpus_per_node} GPUs{apart}; {'first ' if c.splits else ''}{_given_text(c)}"
     table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "

@@ -15,6 +15,7 @@ from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.suggest_simulated import Simulated
 from skyrl_mega.cli.tables import aligned
 from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel, policy_ranks
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -324,7 +325,7 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
 
 def _spans_nodes(config: Config) -> bool:
     """Returns True if an engine has more GPUs than a node."""
-    return engine_ranks(config.rollout) > config.cluster.gpus_per_node
+    return engine_ranks(config.rollout) > engine_cluster(config).gpus_per_node
 
 
 def _engine(rollout: RolloutConfig) -> str:

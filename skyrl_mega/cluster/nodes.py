@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ANSWER_S = 5.0
@@ -32,6 +32,8 @@ class Node:
     """Port of Ray's own process on the node; 0 if not needed."""
     resources: frozenset[str] = frozenset()
     """Names of the node's Ray resources."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The node's labels in Ray."""
 
 
 def worker_nodes() -> list[Node]:
@@ -52,6 +54,7 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
             int(n["Resources"].get("GPU", 0)),
             n["NodeManagerPort"],
             frozenset(n["Resources"]),
+            n.get("Labels", {}),
         )
         for n in listed
         if n["Alive"] and n["Resources"].get("CPU")

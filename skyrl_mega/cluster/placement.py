@@ -57,7 +57,14 @@ class Placement:
             remove_placement_group(group)
 
 
-def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
+def reserve(
+    actors: int,
+    *,
+    gpus: int = 0,
+    together: Sequence[int] | None = None,
+    label: tuple[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Placement:
     """Reserves a place per actor in Ray, waits for the reservation and returns the places. The caller releases the
     places (`Placement.release`).
 
@@ -66,6 +73,8 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
         gpus: GPUs per actor. A vLLM engine takes a whole tensor parallel group, so the group stays on a node.
         together: Numbers of consecutive actors on the same node, node by node, `actors` in total; None lets Ray pack
             the actors.
+        label: Key and value of a Ray label of the nodes; a value `!x` stands for all nodes without the value x. None
+            allows every node.
         timeout_s: Seconds until everything is reserved.
 
     Raises:
@@ -78,7 +87,12 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
 
     bundle: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
     counts = [actors] if together is None else together
-    groups = [placement_group([bundle] * n, strategy="PACK" if together is None else "STRICT_PACK") for n in counts]
+    selector = {} if label is None else {label[0]: label[1]}
+    strategy = "PACK" if together is None else "STRICT_PACK"
+    groups = [
+        placement_group([bundle] * n, strategy=strategy, bundle_label_selector=[selector] * n if selector else None)
+        for n in counts
+    ]
     places = [(group, i) for group, n in zip(groups, counts, strict=True) for i in range(n)]
     slots = (Slot(PlacementGroupSchedulingStrategy(group, i), bundle) for group, i in places)
     placement = Placement(tuple(slots), tuple(groups))
@@ -88,7 +102,8 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
         total = ray.cluster_resources()
         raise ClusterError(
             f"Ray has no free place for {actors} processes of {_text(bundle)} each"
-            f"{f', {max(together)} to a node' if together else ''}: "
+            f"{f', {max(together)} to a node' if together else ''}"
+            f"{f', on nodes with the label {label[0]}={label[1]}' if label else ''}: "
             f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; "
             f"the cluster has {_text(total)}, in use or free; "
             "end other Ray jobs, give fewer ranks or engines, or add nodes"

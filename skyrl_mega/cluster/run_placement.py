@@ -21,6 +21,7 @@ from skyrl_mega.cluster.placement import spread
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import critic_layout, critic_ranks, engine_ranks, policy_ranks, reference_ranks
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.pools import PoolConfig, PoolsConfig
 
 SHOWN = 4
 """Number of misplaced processes named in the message."""
@@ -57,19 +58,22 @@ def plan_placement(config: Config) -> RunPlacement:
     On GPUs consecutive ranks fill whole nodes, and the remaining ranks go to the node with the most free GPUs; an
     engine spans two nodes only if it is larger than a node. If `cluster.nodes` do not suffice, higher node numbers
     follow, without an error (`check_nodes`). On CPUs processes are spread over `cluster.nodes`; tensor parallel groups
-    and engines stay whole.
+    and engines stay whole. Nodes of `cluster.pools.engines` follow those of `cluster.nodes`.
     """
+    nodes, pool = config.cluster.nodes, config.cluster.pools.engines
     if config.cluster.device == "cpu":
-        return _on_cpus(config, nodes_of_cpus(config, config.cluster.nodes))
-    free = _Free(config.cluster.gpus_per_node, config.cluster.nodes)
+        return _on_cpus(config, nodes_of_cpus(config, nodes, pool.nodes if pool else 0))
+    per_node = max(config.cluster.gpus_per_node, pool.gpus_per_node if pool else 0)
+    free = _Free(config.cluster.gpus_per_node, nodes, devices=per_node)
     policy, reference = free.ranks(policy_ranks(config)), free.ranks(reference_ranks(config))
     critic = free.ranks(critic_ranks(config))
     size = engine_ranks(config.rollout)
     if config.cluster.shared:
         engines = tuple(range(config.rollout.engines * size))
     else:
-        engines = free.groups(config.rollout.engines, size)
-    return RunPlacement(policy, reference, engines, free.per_node, critic)
+        room = _Free(pool.gpus_per_node, pool.nodes, devices=per_node, first=nodes) if pool else free
+        engines = room.groups(config.rollout.engines, size)
+    return RunPlacement(policy, reference, engines, per_node, critic)
 
 
 def check_nodes(config: Config, training: bool = True) -> None:
@@ -85,6 +89,10 @@ def check_nodes(config: Config, training: bool = True) -> None:
     Raises:
         UserError: The processes need more nodes.
     """
+    if config.cluster.pools.engines is not None:
+        _check_pool(config, config.cluster.pools.engines)
+        rollout, cluster = replace(config.rollout, engines=0), replace(config.cluster, pools=PoolsConfig())
+        return check_nodes(replace(config, rollout=rollout, cluster=cluster)) if training else None
     nodes, per_node, size = config.cluster.nodes, config.cluster.gpus_per_node, engine_ranks(config.rollout)
     engines = config.rollout.engines
     # Fix the number of ranks: unset ranks grow with the number of nodes, and then no number would suffice.
@@ -102,7 +110,7 @@ def check_nodes(config: Config, training: bool = True) -> None:
     if (used := needed(nodes)) <= nodes:
         return
     enough = next(n for n in count(used) if needed(n) <= n)  # with more nodes the packing is looser
-    groups = [f"{engines} engines of {size} GPUs"]
+    groups = [f"{engines} engines of {size} GPUs"] if engines else []
     if training:
         ranks = {"policy": policy.ranks, "reference": reference.ranks, "critic": critic.ranks}
         groups = [*(f"{name} {count}" for name, count in ranks.items() if count), *groups]
@@ -115,15 +123,41 @@ def check_nodes(config: Config, training: bool = True) -> None:
     )
 
 
+def pool_nodes_needed(config: Config, pool: PoolConfig) -> int:
+    """Returns the number of nodes of the pool for all engines, each within a node unless it is larger."""
+    engines, size = config.rollout.engines, engine_ranks(config.rollout)
+    whole = pool.gpus_per_node // size
+    return -(-engines // whole) if whole else -(-engines * size // pool.gpus_per_node)
+
+
+def _check_pool(config: Config, pool: PoolConfig) -> None:
+    """Raises UserError unless all engines fit on the nodes of the pool."""
+    engines, size, needed = config.rollout.engines, engine_ranks(config.rollout), pool_nodes_needed(config, pool)
+    if needed > pool.nodes:
+        raise UserError(
+            f"{engines} engines of {size} GPUs need {needed} nodes of {pool.gpus_per_node} GPUs "
+            "(cluster.pools.engines.gpus_per_node)",
+            key="cluster.pools.engines.nodes",
+            value=pool.nodes,
+            fix=f"give {needed}, fewer rollout.engines or a smaller rollout.tensor",
+        )
+
+
 class _Free:
     """Free GPUs of identical nodes; a node is added when no node offers enough room.
 
     Models Ray's packing of placement groups (seen with Ray 2.60 on nodes of 8 GPUs): each bundle of GPUs goes to the
     node with the most free GPUs.
+
+    Args:
+        per_node: GPUs of a node.
+        nodes: Number of nodes.
+        devices: Device numbers of a node, at least `per_node`.
+        first: Number of the first node.
     """
 
-    def __init__(self, per_node: int, nodes: int) -> None:
-        self.per_node = per_node
+    def __init__(self, per_node: int, nodes: int, *, devices: int, first: int = 0) -> None:
+        self.per_node, self.devices, self.first = per_node, devices, first
         self.nodes = [(0, node) for node in range(nodes)]
         """Heap of (number of taken GPUs, node); a node's first GPUs are taken first."""
 
@@ -143,8 +177,8 @@ class _Free:
         while len(places) < count:
             block = self._take(size, count - len(places))
             places += [block[first : first + size] for first in range(0, len(block), size)]
-        groups = Counter(place[0] // self.per_node for place in places)
-        places.sort(key=lambda place: (-groups[place[0] // self.per_node], place[0]))
+        groups = Counter(place[0] // self.devices for place in places)
+        places.sort(key=lambda place: (-groups[place[0] // self.devices], place[0]))
         return tuple(device for place in places for device in place)
 
     def _take(self, size: int, max_groups: int) -> range:
@@ -157,13 +191,14 @@ class _Free:
         taken, node = self.nodes[0]
         gpus = min((self.per_node - taken) // size, max_groups) * size
         heapreplace(self.nodes, (taken + gpus, node))
-        first = node * self.per_node + taken
+        first = (self.first + node) * self.devices + taken
         return range(first, first + gpus)
 
     def _whole_nodes(self, count: int, size: int) -> tuple[int, ...]:
         """Returns the devices of groups too large for a node, placed consecutively after all used nodes."""
-        first = (max((node for taken, node in self.nodes if taken), default=-1) + 1) * self.per_node
-        return tuple(range(first, first + count * size))
+        node = self.first + max((node for taken, node in self.nodes if taken), default=-1) + 1
+        places = (divmod(worker, self.per_node) for worker in range(count * size))
+        return tuple((node + further) * self.devices + gpu for further, gpu in places)
 
 
 class Nodes(NamedTuple):
@@ -177,11 +212,16 @@ class Nodes(NamedTuple):
     """By engine."""
 
 
-def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
+def nodes_of_cpus(config: Config, nodes: int, pool: int = 0) -> Nodes:
     """Returns the number of the node of every process on CPUs: an equal share of the processes for each node, in order.
 
     A tensor parallel group stays on a single node. With `cluster.shared` an engine runs on the node of the policy ranks
     below it.
+
+    Args:
+        config: The settings.
+        nodes: Number of nodes.
+        pool: Number of further nodes for the engines alone; 0 places engines on the same nodes as the rest.
     """
     policy, reference, critic = policy_ranks(config), reference_ranks(config), critic_ranks(config)
     engines, size = config.rollout.engines, engine_ranks(config.rollout)
@@ -190,7 +230,10 @@ def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
         units += _tensor_groups(reference, config.reference.layout.tensor)
     units += _tensor_groups(critic, critic_layout(config).tensor)
     separate = not config.cluster.shared
-    placed = spread(units + [1] * engines * separate, range(nodes))
+    if pool:
+        placed = spread(units, range(nodes)) + spread([1] * engines, range(nodes, nodes + pool))
+    else:
+        placed = spread(units + [1] * engines * separate, range(nodes))
     ends = [*accumulate((policy, reference, critic))]
     ranks = placed[:policy]
     shared = [ranks[min(engine * size, policy - 1)] for engine in range(engines)]

@@ -138,8 +138,10 @@ def logit_chunk(policy: PolicyConfig, device: str) -> int | None:
 
 
 def gpus_needed(config: Config) -> int:
-    """Returns the number of GPUs for policy, reference, critic and engines; colocated GPUs count once."""
-    engine_gpus = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
+    """Returns the number of GPUs of `cluster.nodes` for policy, reference, critic and engines; colocated GPUs count
+    once, and engines in a pool of their own do not count."""
+    elsewhere = config.cluster.shared or config.cluster.pools.engines is not None
+    engine_gpus = 0 if elsewhere else config.rollout.engines * engine_ranks(config.rollout)
     return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + engine_gpus
 
 
@@ -150,9 +152,13 @@ def idle_gpus_note(config: Config) -> str | None:
     engines_text = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
     if config.cluster.shared and engines < policy:
         return f"{engines_text}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
+    pool = config.cluster.pools.engines
+    if pool and engines < (has := pool.nodes * pool.gpus_per_node):
+        return f"{has - engines} of {has} GPUs of cluster.pools.engines are unused: {engines_text} take {engines}"
     if (needed := gpus_needed(config)) < total:
         trained = "policy, reference, critic" if has_critic(config) else "policy, reference"
-        return f"{total - needed} of {total} GPUs are unused: {trained} and engines ({engines_text}) take {needed}"
+        takers = trained if pool else f"{trained} and engines ({engines_text})"
+        return f"{total - needed} of {total} GPUs are unused: {takers} take {needed}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import engine_ranks, evaluation_concurrency, evaluation_sampling
+from skyrl_mega.config.pools import label_of
 from skyrl_mega.config.schema import Config
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.rollout.agent.renderer import Renderer
@@ -82,7 +84,9 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
         with console.phase("start engines"):
             model = Path(config.model.path).absolute()
             rollout = config.rollout
-            places = reserve(rollout.engines, gpus=engine_ranks(rollout)) if device == "cuda" else None
+            pool = config.cluster.pools.engines if os.environ.get("RAY_ADDRESS") else None
+            label = label_of(pool) if pool else None
+            places = reserve(rollout.engines, gpus=engine_ranks(rollout), label=label) if device == "cuda" else None
             setup = Setup(config, read_config(model), model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
             rollout_workers = start_workers(setup)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.cluster.run_placement import plan_placement
+from skyrl_mega.cluster.run_placement import plan_placement, pool_nodes_needed
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, has_critic, length_limit
+from skyrl_mega.config.pools import engine_cluster, engine_view
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.decoder import Decoder
@@ -111,7 +112,7 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
     if no engine fits inside a node. [] if no division fits. A policy on the same GPUs is not considered here, but in
     `fastest_engines`.
     """
-    sizes = [(tensor, 1) for tensor in range(1, config.cluster.gpus_per_node + 1)]
+    sizes = [(tensor, 1) for tensor in range(1, engine_cluster(config).gpus_per_node + 1)]
     choices = _placed(config, _choices(config, decoder, workers, sizes))
     if not choices:
         larger = (several_nodes(config, decoder, nodes, workers) for nodes in SEVERAL_NODES)
@@ -121,6 +122,8 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
 
 def _placed(config: Config, choices: list[EngineChoice]) -> list[EngineChoice]:
     """Returns the engines with a place on the nodes of the settings."""
+    if pool := config.cluster.pools.engines:
+        return [choice for choice in choices if pool_nodes_needed(choice.config, pool) <= pool.nodes]
     return [choice for choice in choices if plan_placement(choice.config).nodes <= config.cluster.nodes]
 
 
@@ -137,7 +140,7 @@ def several_nodes(config: Config, decoder: Decoder, nodes: int, workers: int | N
     Returns:
         The engines that can hold the model and a sequence of maximum length; [] if none can.
     """
-    node = config.cluster.gpus_per_node
+    node = engine_cluster(config).gpus_per_node
     return _choices(config, decoder, workers or nodes * node, [(nodes * node, 1), (node, nodes)])
 
 
@@ -185,7 +188,9 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
     for fraction in sorted({config.rollout.memory_fraction, *FRACTIONS[is_shared]}, reverse=True):
         settings = replace(config, rollout=replace(config.rollout, memory_fraction=fraction))
         memory = engine_memory(settings, decoder)
-        if memory.tokens >= length_limit(config.rollout) and (is_shared or memory.peak <= gpu_bytes(config)):
+        if memory.tokens >= length_limit(config.rollout) and (
+            is_shared or memory.peak <= gpu_bytes(engine_view(config))
+        ):
             choices.append((fraction, memory.tokens, generate_time(settings, decoder, step)))
     return EngineChoice(config, tuple(choices), engine_memory(config, decoder)) if choices else None
 

@@ -13,6 +13,7 @@ from skyrl_mega.cluster.run_placement import check_nodes
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_residency
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -145,10 +146,11 @@ def _gpu_problems(
 
     if too_much := misfit(config, [*shared_gpus(config, decoder, parallel)], strict, allowed):
         yield too_much
-    if not config.cluster.shared and (engine.peak if strict else engine.lower_bound) > gpu:
+    size = gpu_bytes(engine_view(config))
+    if not config.cluster.shared and (engine.peak if strict else engine.lower_bound) > size:
         yield UserError(
             f"an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
-            f"{_gib(engine.beside)} for CUDA and NCCL, more than a GPU's {_gib(gpu)}: lower the fraction",
+            f"{_gib(engine.beside)} for CUDA and NCCL, more than a GPU's {_gib(size)}: lower the fraction",
             key="rollout.memory_fraction",
             value=fraction,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from skyrl_mega.cluster.run_placement import plan_placement
+from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit, on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
@@ -202,10 +202,10 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     placed = plan_placement(config)
     for rank, device in enumerate(placed.policy):
         size = policy_memory(config, decoder, parallel, rank).pinned + pinned_reference(config, decoder, parallel, rank)
-        pinned[_numa_node(cluster, device)] += size
+        pinned[_numa_node(cluster, placed, device)] += size
     if critic := critic_dims(config):
         for rank, device in enumerate(placed.critic):
-            pinned[_numa_node(cluster, device)] += critic_memory(config, decoder, critic, rank).pinned
+            pinned[_numa_node(cluster, placed, device)] += critic_memory(config, decoder, critic, rank).pinned
     available = cluster.host_memory_gib * GIB / cluster.numa_nodes
     return [
         f"node {node}: {size / GIB:.0f} GiB are pinned for the GPUs of NUMA node {numa}, which has "
@@ -215,9 +215,9 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     ]
 
 
-def _numa_node(cluster: ClusterConfig, device: int) -> tuple[int, int]:
-    """Returns the node and NUMA node of a GPU."""
-    node, gpu = divmod(device, cluster.gpus_per_node)
+def _numa_node(cluster: ClusterConfig, placed: RunPlacement, device: int) -> tuple[int, int]:
+    """Returns the node and NUMA node of a policy's or critic's GPU."""
+    node, gpu = divmod(device, placed.per_node)
     return node, gpu * (cluster.numa_nodes or 1) // cluster.gpus_per_node
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel
+from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.engine import check
@@ -21,6 +22,7 @@ H200_GIB = 139.8
 def without_engine(config: Config, decoder: Decoder) -> UserError | None:
     """Returns, without raising it, the error of a model whose weights no engine inside a node holds; None if an engine
     of some `rollout.tensor` does, on CPUs, and for engines of several nodes, which `fit.check` examines."""
+    config = engine_view(config)
     node, size = config.cluster.gpus_per_node, gpu_bytes(config)
     if on_cpu(config) or engine_ranks(config.rollout) > node:
         return None

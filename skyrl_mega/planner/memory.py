@@ -30,6 +30,7 @@ from skyrl_mega.config.derived import (
     replica_concurrency,
 )
 from skyrl_mega.config.drafts import draft_tokens
+from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
@@ -70,7 +71,8 @@ def itemsize(config: Config) -> int:
 
 
 def gpu_bytes(config: Config) -> int:
-    """Returns the memory of a GPU in bytes: `cluster.gpu_memory_gib`, by default an H100's 79.1 GiB."""
+    """Returns the memory of a policy rank's GPU in bytes: `cluster.gpu_memory_gib`, by default an H100's 79.1 GiB. For
+    an engine's GPU give `pools.engine_view(config)`."""
     return int((config.cluster.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB)
 
 
@@ -201,7 +203,9 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
         kv = int(rollout.kv_cache_gib * GIB)
         return make(reserve=0, budget=weights + int(working) + kv, beside=0, cpu_kv_cache=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
-    return make(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=OUTSIDE_BUDGET)
+    return make(
+        reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(engine_view(config))), beside=OUTSIDE_BUDGET
+    )
 
 
 def sampling_bytes(config: Config, decoder: Decoder) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.planner.candidates import Change, changed, value_of
 from skyrl_mega.planner.memory import on_cpu
@@ -37,6 +38,13 @@ DEFAULTS: Mapping[str, tuple[str, float]] = {
     "topology.device_gb_s": ("assumed", SHEET),
 }
 """Rate → source and uncertainty of the default. A share carries the uncertainty of its peak."""
+POOL = (
+    ("tflops", "{} data sheet", 1.0),
+    ("memory_gb_s", "{} data sheet", 1.0),
+    ("nic_gb_s", "", SHEET),
+    ("fabric_gb_s", "{} data sheet", SHEET),
+)
+"""Rate of the engines' nodes in a pool, source and uncertainty of the default; shares are those of `cluster.rates`."""
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
 """Results of `python -m benchmarks.gpu`, a file per device; absent outside of a checkout."""
 DEVICE, OTHERS = "H100", ("PCIe", "NVL")
@@ -81,7 +89,21 @@ def planned(config: Config) -> tuple[Config, list[Rate]]:
             change.append((key, value))
             source, factor = f"measured: {what}, {file}", MEASURED
         rates.append(Rate(key, value, source, factor))
-    return changed(config, tuple(change)), rates
+    return changed(config, tuple(change)), [*rates, *_of_pool(config)]
+
+
+def _of_pool(config: Config) -> list[Rate]:
+    """Returns the rates of the engines' GPUs and links, if the engines have nodes of their own."""
+    pool, cluster = config.cluster.pools.engines, engine_cluster(config)
+    if pool is None:
+        return []
+    values = {**vars(cluster.rates), **vars(cluster.topology)}
+    sources = {name: ("settings", GIVEN) if getattr(pool, name) else (text, factor) for name, text, factor in POOL}
+    return [
+        Rate(f"cluster.pools.engines.{name}", values[name], source.format(pool.gpu), factor)
+        for name, (source, factor) in sources.items()
+        if name != "nic_gb_s" or pool.nic_gb_s  # otherwise the rate is that of `cluster.topology`
+    ]
 
 
 def has_times(config: Config) -> bool:

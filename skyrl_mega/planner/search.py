@@ -186,7 +186,7 @@ def search(
     Args:
         config: The settings.
         hf: The model's config.json.
-        gpus: Number of GPUs; None takes all GPUs of the settings.
+        gpus: Number of GPUs, without those of a pool of engines; None takes all GPUs of the settings.
         goes_on: Called after each evaluated setting, also with larger numbers of GPUs (`SearchState.gpus`) if nothing
             fits; returns False to end the search, which then returns its result so far.
 
@@ -406,13 +406,16 @@ def _critic(config: Config, decoder: Decoder) -> ParallelDims | None:
 
 
 def _gpu_splits(config: Config, gpus: int) -> list[tuple[int, int]]:
-    """Returns pairs of GPU counts for policy and engines: whole nodes, or any eighths within a single node.
+    """Returns pairs of GPU counts for policy and engines: whole nodes, or any eighths within a single node. Engines in
+    a pool have all GPUs of the pool.
 
     A critic without given ranks gets as many GPUs as the policy.
     """
     grids = 2 if has_critic(config) and config.critic.ranks is None else 1
     if config.cluster.shared:
         return [(gpus // grids, gpus // grids)]
+    if pool := config.cluster.pools.engines:
+        return [(gpus // grids, pool.nodes * pool.gpus_per_node)]
     unit = config.cluster.gpus_per_node if gpus > config.cluster.gpus_per_node else 1
     shares = sorted({round(gpus / unit * k / 8) * unit for k in EIGHTHS})
     return [(ranks, gpus - grids * ranks) for ranks in shares if ranks > 0 and grids * ranks < gpus]

@@ -26,6 +26,7 @@ from skyrl_mega.config.derived import (
     planned_device,
 )
 from skyrl_mega.config.drafts import WEIGHTLESS, draft_method, draft_tokens
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -144,9 +145,9 @@ def time_without_generation(config: Config, decoder: Decoder, parallel: Parallel
 
 def _single_copy_time(config: Config, decoder: Decoder) -> float:
     """Returns the seconds of a sync limited by a single copy of the model into a node."""
-    links = Links.from_config(config.cluster)
+    kinds = [Links.from_config(cluster) for cluster in (config.cluster, engine_cluster(config))]
     copied = wire_bytes(decoder, config.model.dtype, config.weights.wire == "fp8")
-    return copied / (links.nics_per_node * links.nic_gb_s * 1e9)
+    return copied / (min(links.nics_per_node * links.nic_gb_s for links in kinds) * 1e9)
 
 
 def critic_time(config: Config, decoder: Decoder) -> float:
@@ -229,7 +230,7 @@ def _round_times(
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
     """Estimates the seconds of an engine for prefilling one token of a prompt, for prompts of `tokens` tokens."""
-    rates, work = config.cluster.rates, flops(decoder)
+    rates, work = engine_cluster(config).rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
 
@@ -238,7 +239,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     """Returns a function: number of sequences running on an engine → estimated seconds in which every sequence gets a
     token. The sequences are `mean` tokens long, prompt included. With draft tokens a step takes longer, and gives
     `rollout.drafts.acceptance` of its draft tokens in addition to one token."""
-    rollout, rates = config.rollout, config.cluster.rates
+    rollout, rates = config.rollout, engine_cluster(config).rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
     workers = engine_ranks(rollout)

@@ -7,13 +7,14 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.cluster.nodes import worker_nodes
+from skyrl_mega.config.pools import engine_cluster, label_of, total_nodes
 from skyrl_mega.config.schema import Config, TopologyConfig
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
@@ -45,6 +46,16 @@ class ClusterNode:
     """IP address."""
     gpus: bool = True
     """True if Ray sees GPUs. Nodes without GPUs, besides those requested by the run, host environments."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Labels in Ray."""
+
+    def apart(self, config: Config) -> bool:
+        """Returns True if the node belongs to the pool `cluster.pools.engines`."""
+        pool = config.cluster.pools.engines
+        if pool is None:
+            return False
+        key, value = label_of(pool)
+        return self.labels.get(key) == value
 
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
@@ -102,18 +113,17 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
         gathered, errors = probes.call("gather", dict.fromkeys(names, ()), timeout + START_S)
         findings = [NodeProblem(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
         needed = needed_nodes(nodes, config, device)
-        if len(needed) < config.cluster.nodes:
-            text = (
-                f"Ray has {len(needed)} nodes, cluster.nodes wants {config.cluster.nodes}; start the others, or lower "
-                "cluster.nodes"
-            )
+        if len(needed) < (wanted := total_nodes(config)):
+            text = f"Ray has {len(needed)} nodes, cluster.nodes wants {wanted}; start the others, or give fewer nodes"
             findings.insert(0, NodeProblem("cluster", "answers", "bad", text))
         facts = _by_kind(gathered, findings)
         findings += versions.check(facts["versions"])
         findings += model.check(facts["model"], path)
         if device == "cuda":
             gpu_facts = {node: f for node, f in facts["gpus"].items() if node in needed}
-            findings += gpus.check(gpu_facts, config.cluster.gpus_per_node)
+            apart = {node.name for node in nodes if node.apart(config)}
+            for cluster, kind in ((config.cluster, needed - apart), (engine_cluster(config), apart)):
+                findings += gpus.check({n: f for n, f in gpu_facts.items() if n in kind}, cluster.gpus_per_node)
             drivers = {node: {"driver": f.driver} for node, f in gpu_facts.items() if f.driver}
             findings += versions.check(drivers)
             fabric_facts = {node: f for node, f in facts["fabric"].items() if node in needed}
@@ -140,10 +150,10 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
 def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> set[str]:
     """Returns the names of the nodes for ranks and engines: with device `cuda` the nodes with GPUs, else all.
 
-    If fewer than `cluster.nodes` nodes have GPUs, returns all nodes, to find the problems of the others.
+    If fewer nodes have GPUs than the settings want, returns all nodes, to find the problems of the others.
     """
     with_gpus = {node.name for node in nodes if node.gpus}
-    if device != "cuda" or len(with_gpus) < config.cluster.nodes:
+    if device != "cuda" or len(with_gpus) < total_nodes(config):
         return {node.name for node in nodes}
     return with_gpus
 
@@ -155,7 +165,7 @@ def cluster_nodes() -> list[ClusterNode]:
     addresses = [node.address for node in nodes]
     several = Counter(addresses)
     return [
-        ClusterNode(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a, bool(node.gpus))
+        ClusterNode(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a, bool(node.gpus), node.labels)
         for i, (node, a) in enumerate(zip(nodes, addresses, strict=True))
     ]
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
+from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.nodes import responding_nodes
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
 from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, plan_placement
 from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.pools import label_of
 from skyrl_mega.config.schema import Config
 
 
@@ -31,28 +34,43 @@ class Reservations:
 
 def reserve_run(config: Config, device: str) -> Reservations:
     """Reserves places for all actors. On GPUs: whole nodes of consecutive policy ranks, and each engine within a node.
-    On CPUs: spread over the nodes; with a single node nothing is reserved (None).
+    On CPUs: spread over the nodes; with a single node nothing is reserved (None). Engines in a pool are on the nodes
+    with the pool's label, all other actors elsewhere.
 
     Raises:
-        ClusterError: The cluster lacks these resources, or does not reserve them in time (`placement.reserve`). Places
-            already reserved end with the Ray session.
+        ClusterError: The cluster lacks these resources or a node with the pool's label, or does not reserve them in
+            time (`placement.reserve`). Places already reserved end with the Ray session.
     """
+    pool = config.cluster.pools.engines
+    label = label_of(pool) if pool else None
     if device == "cuda":
         planned, engines = plan_placement(config), config.rollout.engines
+        other = (label[0], f"!{label[1]}") if label else None
+        ranks = partial(_reserve_ranks, planned, label=other)
         return Reservations(
-            _reserve_ranks(planned, planned.policy),
-            _reserve_ranks(planned, planned.reference) if planned.reference else None,
-            _reserve_ranks(planned, planned.critic) if planned.critic else None,
-            None if config.cluster.shared or not engines else reserve(engines, gpus=engine_ranks(config.rollout)),
+            ranks(planned.policy),
+            ranks(planned.reference) if planned.reference else None,
+            ranks(planned.critic) if planned.critic else None,
+            None
+            if config.cluster.shared or not engines
+            else reserve(engines, gpus=engine_ranks(config.rollout), label=label),
         )
     nodes = responding_nodes(without=config.rollout.elastic.resource)
-    if len(nodes) == 1:
+    if len(nodes) == 1 and label is None:
         return Reservations()
-    groups = ([nodes[number] for number in numbers] for numbers in nodes_of_cpus(config, len(nodes)))
+    apart = [node for node in nodes if label and node.labels.get(label[0]) == label[1]]
+    nodes = [node for node in nodes if node not in apart]
+    if label and not (nodes and apart):
+        raise ClusterError(
+            f"{len(apart)} nodes of the Ray cluster have the label {label[0]}={label[1]} of cluster.pools.engines, "
+            f"{len(nodes)} have not; both kinds are needed"
+        )
+    numbers_by_group = nodes_of_cpus(config, len(nodes), len(apart))
+    groups = ([[*nodes, *apart][number] for number in numbers] for numbers in numbers_by_group)
     return Reservations(*(on_nodes(group) if group else None for group in groups))
 
 
-def _reserve_ranks(planned: RunPlacement, devices: Sequence[int]) -> Placement:
-    """Reserves a GPU per rank; ranks planned for the same node are placed together."""
+def _reserve_ranks(planned: RunPlacement, devices: Sequence[int], label: tuple[str, str] | None) -> Placement:
+    """Reserves a GPU per rank; ranks planned for the same node are placed together. `label`: as of `reserve`."""
     together = [len([*ranks]) for _, ranks in groupby(map(planned.node, devices))]
-    return reserve(len(devices), gpus=1, together=together)
+    return reserve(len(devices), gpus=1, together=together, label=label)

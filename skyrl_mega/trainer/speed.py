@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_mega.batch.samples import Samples
 from skyrl_mega.config.derived import engine_count, engine_data, policy_ranks
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.decode import reads
@@ -75,7 +76,7 @@ def decoding_speed(
         weights = sum(times * reading.weights(n * replicas) for steps in workers for n, times in steps.items())
         cache = attended / (engine_count(config) * replicas) * reading.per_token
         rate = (weights / len(workers) + cache) / seconds
-        metrics["perf/decode_bandwidth_share"] = rate / (config.cluster.rates.memory_gb_s * 1e9)
+        metrics["perf/decode_bandwidth_share"] = rate / (engine_cluster(config).rates.memory_gb_s * 1e9)
     return metrics
 
 

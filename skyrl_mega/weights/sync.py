@@ -101,6 +101,8 @@ class WeightSync:
         self.store: TCPStore | None = None
         self.members: list[int] = []
         """Connected engines of kind `GROUP`."""
+        self.connected: list[Location] = []
+        """The process of each connected engine."""
         self.fetchers: list[int] = []
         """Engines of the other kinds that have fetched the latest weights."""
         self.group_count = 0
@@ -148,7 +150,8 @@ class WeightSync:
                 continue
             start = time.perf_counter()
             try:
-                if group != self.members:
+                # A restarted engine has the rank of the former one, and is not connected.
+                if group != self.members or self.connected != self._processes(group):
                     self._connect(group)
                 connected = time.perf_counter()
                 metrics = fetched | self._transfer(version)
@@ -220,7 +223,7 @@ class WeightSync:
         import ray
 
         config = self.config
-        self.members = []
+        self.members, self.connected = [], []
         if not members:
             return
         if self.store is None:  # kept for the whole run: no other process may take its port
@@ -252,7 +255,11 @@ class WeightSync:
                 self.fleet.group.submit(engine, "connect_weights", {"connection": info, "engine_index": number})
             )
         self._await_all(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
-        self.members = members
+        self.members, self.connected = members, self._processes(members)
+
+    def _processes(self, members: list[int]) -> list[Location]:
+        """Returns the processes of these engines."""
+        return [self.fleet.group.where[engine] for engine in members]
 
     def _current_placement(self, engines: list[int]) -> RunPlacement:
         """Returns the actual placement of the policy and of the engines with these ranks; reports differences from the

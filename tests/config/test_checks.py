@@ -99,6 +99,27 @@ WRONG = [
         "rollout.options.pipeline_parallel_size=2",
         "rollout.options.pipeline_parallel_size = 2: a weight sync plans tensor and data parallel workers, not stages",
     ),
+    (
+        "cluster.device=cuda cluster.shared=true cluster.pools.engines.nodes=2",
+        "cluster.shared = true: colocated engines are on the policy's GPUs, and cluster.pools.engines has nodes of its",
+    ),
+    (
+        "cluster.pools.engines.label=engines",
+        "cluster.pools.engines.label = engines: allowed is key=value, such as pool=engines; or null",
+    ),
+    (
+        "cluster.pools.engines.gpus_per_node=4 cluster.pools.engines.nics_per_node=8",
+        "cluster.pools.engines.nics_per_node = 8: allowed is at most cluster.pools.engines.gpus_per_node = 4",
+    ),
+    ("cluster.pools.engines.gpu=RTX", "cluster.pools.engines.gpu = RTX: allowed is one of H100, H200, H20"),
+    (
+        "cluster.device=cuda cluster.pools.engines.nodes=1 rollout.engines=9",
+        "rollout.engines = 9: with rollout.tensor = 1 they need 9 GPUs, more than cluster.pools.engines.nodes",
+    ),
+    (
+        "cluster.device=cuda cluster.pools.engines.gpus_per_node=4 rollout.tensor=8",
+        "rollout.tensor = 8: allowed is at most cluster.pools.engines.gpus_per_node = 4",
+    ),
     ("rollout.options.enable_eplb=true", "rollout.options.enable_eplb: vLLM would give a worker other experts than"),
     (
         "rollout.options.data_parallel_rank=0",

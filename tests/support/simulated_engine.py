@@ -48,7 +48,9 @@ class SimulatedVllm:
         """Resumes generation, like vLLM."""
         self.paused = False
 
-    async def generate(self, prompt: Any, parameters: Any, request: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, request: str, *, data_parallel_rank: int
+    ) -> AsyncIterator[Any]:
         """Yields the whole output at the end, like vLLM; every sequence gets the full length."""
         sequence = _Sequence(parameters.max_tokens)
         states = self.output_processor.request_states

@@ -90,7 +90,9 @@ def test_all_replicas_take_weights_answer_pause_sleep_and_restart(
         answers(place)
         changes_weights_under_way(place)
         sleeps(place)
+        assert place.sync.failures == 0, "no replica computed without weights, and no engine restarted"
         restarts(place)
+        assert place.sync.failures == 0, "the restarted engine was connected at once"
 
 
 def receives_its_shard(place: Place, tensor: int, whole_experts: bool) -> None:

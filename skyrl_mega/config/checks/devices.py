@@ -14,6 +14,7 @@ from skyrl_mega.config.derived import (
     policy_ranks,
     reference_ranks,
 )
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.residency import CRITIC, ENGINE, kept
 from skyrl_mega.config.schema import Config
@@ -163,13 +164,9 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     engines = c.rollout.engines * engine_ranks(c.rollout)
     yield from _engine_size_refusals(c, planned)
+    if c.cluster.pools.engines is not None or not training:
+        yield from _engine_count_refusals(c, engines)
     if not training:
-        if engines > total:
-            yield (
-                "rollout.engines",
-                f"with rollout.tensor = {c.rollout.tensor} they need {engines} GPUs, more than cluster.nodes · "
-                f"gpus_per_node = {total}; give fewer",
-            )
         return
     policy, reference, critic = policy_ranks(c), reference_ranks(c), critic_ranks(c)
     for key, layout, ranks in (
@@ -185,6 +182,7 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
             )
     if c.cluster.shared:
         yield from _shared_refusals(c, engines, policy)
+    if c.cluster.shared or c.cluster.pools.engines is not None:
         engines = 0
     if gpus_needed(c) > total:
         remaining = {"reference": reference, "critic": critic, "engines": engines}
@@ -204,6 +202,19 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
         )
 
 
+def _engine_count_refusals(c: Config, engines: int) -> Refusals:
+    """Yields a reason if the engines' nodes have fewer GPUs than the engines have workers."""
+    cluster, pool = engine_cluster(c), c.cluster.pools.engines
+    total = cluster.nodes * cluster.gpus_per_node
+    if engines > total:
+        nodes = "cluster.pools.engines.nodes" if pool else "cluster.nodes"
+        yield (
+            "rollout.engines",
+            f"with rollout.tensor = {c.rollout.tensor} they need {engines} GPUs, more than {nodes} · "
+            f"gpus_per_node = {total}; give fewer",
+        )
+
+
 def _engine_size_refusals(c: Config, planned: bool) -> Refusals:
     """Yields a reason if an engine does not fit into a node.
 
@@ -211,15 +222,16 @@ def _engine_size_refusals(c: Config, planned: bool) -> Refusals:
         c: The settings.
         planned: True if nothing will be started: an engine may then take several whole nodes.
     """
-    node = c.cluster.gpus_per_node
+    node = engine_cluster(c).gpus_per_node
+    group = "cluster.pools.engines" if c.cluster.pools.engines else "cluster"
     if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):
         in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
-        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}{in_plan}"
+        yield "rollout.tensor", f"allowed is at most {group}.gpus_per_node = {node}{in_plan}"
     elif engine_ranks(c.rollout) > node and not planned:
         yield (
             "rollout.options.data_parallel_size",
             f"with rollout.tensor = {c.rollout.tensor} an engine has {engine_ranks(c.rollout)} GPUs, and in a run an "
-            f"engine must fit into a node of cluster.gpus_per_node = {node}; allowed is at most "
+            f"engine must fit into a node of {group}.gpus_per_node = {node}; allowed is at most "
             f"{node // c.rollout.tensor}",
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
+from skyrl_mega.config.schema.pools import PoolsConfig
 
 
 @dataclass
@@ -81,6 +82,8 @@ class ClusterConfig:
     more pinned memory than available. null skips the check."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     """Links between GPUs and nodes."""
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
+    """Nodes of another kind, for the engines; the other settings of `cluster` are then those of the policy's nodes."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     """Speeds for the time estimates of a dry run."""
     rates_file: Optional[str] = None
@@ -98,7 +101,7 @@ class ClusterConfig:
     """Time limit of each preflight request to a node in seconds."""
 
     def refusals(self) -> Refusals:
-        """Yields a refusal if `topology.nics_per_node` exceeds `gpus_per_node`."""
+        """Yields refusals of more `topology.nics_per_node` than `gpus_per_node`, and of a pool for shared GPUs."""
         nics = self.topology.nics_per_node
         if nics is not None and nics > self.gpus_per_node:
             yield (
@@ -106,3 +109,8 @@ class ClusterConfig:
                 f"allowed is at most cluster.gpus_per_node = {self.gpus_per_node}; count NICs of one GPU as one, with "
                 "the sum of their nic_gb_s",
             )
+        if self.pools.engines is not None:
+            yield from self.pools.engines.refusals("cluster.pools.engines")
+            if self.shared:
+                why = "colocated engines are on the policy's GPUs, and cluster.pools.engines has nodes of its own"
+                yield "cluster.shared", why, "give cluster.shared=false, or cluster.pools.engines=null"

@@ -159,15 +159,15 @@ class VllmEngine:
         self.calls.add(done)
         tasks: list[asyncio.Task[None]] = []
         try:
+            # A second pause would make replicas compute, during an update or without weights.
+            held = was_idle and not self.paused
             if was_idle:
                 self.watch = asyncio.create_task(self._watch())
+            if held:
                 await self._await_vllm(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
-            if was_idle:
-                await asyncio.sleep(0)  # every task has now queued its request in the engine
-            # `sleep` or `pause` may have been called meanwhile.
-            if was_idle and self.presence.ready and not self.paused:
-                await self._await_vllm(self.llm.engine_core.resume_scheduler_async())
+            if held:
+                await self._compute_queued()
             remaining = len(requests)
             while remaining:
                 try:
@@ -193,6 +193,12 @@ class VllmEngine:
                 self.watch.cancel()
             for task in tasks:
                 task.cancel()
+
+    async def _compute_queued(self) -> None:
+        """Lets the engine compute once all tasks of a call have queued their requests."""
+        await asyncio.sleep(0)  # every task has now queued its request in the engine
+        if self.presence.ready and not self.paused:  # `sleep` or `pause` may have been called meanwhile
+            await self._await_vllm(self.llm.engine_core.resume_scheduler_async())
 
     async def _watch(self) -> None:
         """Fails the calls under way if vLLM stalls: no request got a token for too long.
@@ -392,13 +398,19 @@ class VllmEngine:
             await asyncio.sleep(FETCH_CHECK_S)
 
     async def pause(self) -> None:
-        """Stops computing until `resume`. Requests under way are kept; cached prefixes are dropped."""
+        """Stops computing until `resume`. Requests under way are kept; cached prefixes are dropped. Does nothing if
+        computing has stopped already."""
+        if self.paused:
+            return
         self.watched, self.paused = False, True
         await self._await_vllm(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
-        """Resumes computing after `pause`. Raises NotReady if a part is asleep or weights are undefined."""
+        """Resumes computing after `pause`; does nothing without a pause. Raises NotReady if a part is asleep or weights
+        are undefined."""
         self.presence.check()
+        if not self.paused:
+            return
         self.paused = False
         await self._await_vllm(self.llm.resume_generation())
         self.watched = True

@@ -22,7 +22,7 @@ import numpy as np
 from skyrl_mega.weights.plan.assign import Route
 from skyrl_mega.weights.plan.intersect import TransferClasses, TransferTable
 from skyrl_mega.weights.plan.plan import Plan
-from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.plan.topology import Links, PoolLinks, Topology
 
 VERSION = 2
 """Version of the planning algorithm and file format; to be raised with any change of either."""
@@ -78,6 +78,7 @@ def _write(path: Path, key_text: str, plan: Plan) -> None:
         "sources": plan.topology.sources,
         "targets": plan.topology.targets,
         "links": asdict(plan.topology.links),
+        "pool": asdict(plan.topology.pool) if plan.topology.pool else None,
     }
     arrays: dict[str, Any] = {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
@@ -118,7 +119,9 @@ def _read(path: Path, key_text: str) -> Plan:
     routed = _parted(a["route_parts"], a["route_parts_count"])
     rows = zip(a["route_source"].tolist(), receivers, routed, strict=True)
     routes = tuple(Route(source, tuple(to.tolist()), which) for source, to, which in rows)
-    topology = Topology(tuple(header["sources"]), tuple(header["targets"]), Links(**header["links"]))
+    topology = Topology(
+        tuple(header["sources"]), tuple(header["targets"]), Links(**header["links"]), PoolLinks.of(header["pool"])
+    )
     return Plan(TransferClasses(parts, a["kind"], a["holders"], a["takers"]), routes, topology)
 
 

@@ -67,15 +67,18 @@ class Cost:
     def seconds(self) -> dict[str, float]:
         """Kind of link (`nic_out`, `nic_in`, `fabric_out`, `fabric_in`, `device`) → seconds of the busiest link of that
         kind: its bytes over its speed."""
-        links = self.topology.links
         kinds = {
-            "nic_out": (self.nic_out, links.nic_gb_s),
-            "nic_in": (self.nic_in, links.nic_gb_s),
-            "fabric_out": (self.fabric_out, links.fabric_gb_s),
-            "fabric_in": (self.fabric_in, links.fabric_gb_s),
-            "device": (self.local, links.device_gb_s),
+            "nic_out": (self.nic_out, "nic_gb_s"),
+            "nic_in": (self.nic_in, "nic_gb_s"),
+            "fabric_out": (self.fabric_out, "fabric_gb_s"),
+            "fabric_in": (self.fabric_in, "fabric_gb_s"),
+            "device": (self.local, "device_gb_s"),
         }
-        return {kind: float(carried.max(initial=0)) / (speed * GB) for kind, (carried, speed) in kinds.items()}
+        nodes = self.topology.nodes
+        return {
+            kind: float((carried.reshape(nodes, -1).max(1) / (self.topology.by_node(speed) * GB)).max())
+            for kind, (carried, speed) in kinds.items()
+        }
 
     @property
     def predicted(self) -> float:
@@ -163,7 +166,8 @@ def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     - The same holds for senders: data on only some NICs must leave through these, to every node lacking the data.
     - A device must receive everything wanted but not held there, over the fabric and the NIC.
     """
-    links = topology.links
+    nic, fabric, stride = topology.by_node("nic_gb_s"), topology.by_node("fabric_gb_s"), topology.nics_per_node
+    senders = topology.node(np.array(topology.sources))
     weight = np.bincount(demand.kind, demand.parts.nbytes, len(demand.holders))  # exact below 2⁵³
     source_device, target_device = np.array(topology.sources), np.array(topology.targets)
     held = _spread(demand.holders, topology.node(source_device), topology.nodes)
@@ -171,14 +175,14 @@ def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     lacking = wanted & ~held
     sending = _spread(demand.holders, topology.nic(source_device), topology.nics)
     receiving = _spread(demand.takers, topology.nic(target_device), topology.nics)
-    bounds = [_narrowest(sending, weight * lacking.sum(1)) / (links.nic_gb_s * GB)]
+    bounds = [_narrowest(sending, weight * lacking.sum(1)) / (nic[senders].max() * GB)]
     for node in range(topology.nodes):
-        nics = slice(node * links.nics_per_node, (node + 1) * links.nics_per_node)
-        bounds.append(_narrowest(receiving[:, nics], weight * lacking[:, node]) / (links.nic_gb_s * GB))
+        nics = slice(node * stride, (node + 1) * stride)
+        bounds.append(_narrowest(receiving[:, nics], weight * lacking[:, node]) / (nic[node] * GB))
     held_on = _spread(demand.holders, source_device, topology.devices)
     wanted_on = _spread(demand.takers, target_device, topology.devices)
-    bounds.append(float((weight @ (wanted_on & ~held_on)).max(initial=0)) / ((links.fabric_gb_s + links.nic_gb_s) * GB))
-    return max(bounds)
+    inflow = (weight @ (wanted_on & ~held_on)).reshape(topology.nodes, -1).max(1)
+    return max(*bounds, float((inflow / ((fabric + nic) * GB)).max()))
 
 
 def _spread(ranks: NDArray[np.bool_], place: Ints, places: int) -> NDArray[np.bool_]:

@@ -68,6 +68,7 @@ class Plan:
         tensors = [[name, list(shape)] for name, shape in parts.tensors.items()]
         ends = [[route.source, list(route.receivers)] for route in self.routes]
         text = json.dumps([tensors, ends, list(t.sources), list(t.targets), asdict(t.links)])
+        text += json.dumps(asdict(t.pool)) if t.pool else ""
         hasher = hashlib.sha256(text.encode())
         for column in (parts.tensor, parts.start, parts.shape, parts.nbytes, *(route.parts for route in self.routes)):
             hasher.update(json.dumps(column.shape).encode() + np.ascontiguousarray(column, np.int64).tobytes())

@@ -84,14 +84,14 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         host: Core seconds of the busiest process (`host_time`).
         seconds: Planning time in seconds.
     """
-    t, links = plan.topology, plan.topology.links
+    t = plan.topology
     policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))
     rows: list[Sequence[str]] = [
         ("node", "policy", "engines", "NIC out GB", "mean", "max", "NIC in GB", "mean", "max", "in node GB", "local GB")
     ]
     for node in range(min(t.nodes, MAX_NODES)):
-        nics = slice(node * links.nics_per_node, (node + 1) * links.nics_per_node)
-        gpus = slice(node * links.gpus_per_node, (node + 1) * links.gpus_per_node)
+        nics = slice(node * t.nics_per_node, (node + 1) * t.nics_per_node)
+        gpus = slice(node * t.per_node, (node + 1) * t.per_node)
         row = [str(node), _ranks(np.flatnonzero(policy == node)), _ranks(np.flatnonzero(engines == node))]
         for carried in (count.nic_out[nics], count.nic_in[nics]):
             row += [_gb(carried.sum()), _gb(carried.mean()), _gb(carried.max())]

@@ -11,6 +11,7 @@ import torch
 
 from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.derived import planned_device, policy_ranks
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.models.registry import architecture
@@ -18,7 +19,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.fp8.format import Wire, quantised, scale_shapes, with_scales
 from skyrl_mega.weights.plan.endpoints import Endpoints, EnginesLayout, engines_of, lay_out
 from skyrl_mega.weights.plan.plan import Plan, plan
-from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.plan.topology import Links, PoolLinks, Topology
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class SyncInputs:
     """Wire type of all tensors not quantised."""
     fp8: bool
     """True if linear weights are sent as block-scaled FP8."""
+    pool: dict[str, Any] | None = None
+    """Fields of `PoolLinks`, the engines' nodes if they are of another kind."""
 
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
@@ -56,7 +59,9 @@ class SyncInputs:
             hf: The model's config.json.
             placement: Device of every process.
         """
-        topology = Topology.from_placement(placement, Links.from_config(config.cluster))
+        apart = config.cluster.pools.engines is not None
+        pool = PoolLinks(config.cluster.nodes, Links.from_config(engine_cluster(config))) if apart else None
+        topology = Topology.from_placement(placement, Links.from_config(config.cluster), pool)
         layout = engines_of(config)
         layout = replace(layout, count=len(placement.engines) // layout.workers)  # engines join and leave
         return cls(
@@ -70,6 +75,7 @@ class SyncInputs:
             links=asdict(topology.links),
             dtype=config.model.dtype,
             fp8=config.weights.wire == "fp8",
+            pool=asdict(topology.pool) if topology.pool else None,
         )
 
     @property
@@ -89,7 +95,7 @@ class SyncInputs:
         Raises:
             UserError: The model cannot be split into a layout.
         """
-        topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links))
+        topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links), PoolLinks.of(self.pool))
         ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, EnginesLayout(**self.engines), topology)
         ends = ends.only(self.members, self.workers)
         wire = wire_of(self.dtype, self.fp8, ends.engines.tensors, self.float32)

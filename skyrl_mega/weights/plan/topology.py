@@ -6,8 +6,9 @@ many NICs as GPUs, NICs are not shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,19 @@ class Links:
 
 
 @dataclass(frozen=True)
+class PoolLinks:
+    """The hardware of the nodes from number `first_node` on, if they are of another kind."""
+
+    first_node: int
+    links: Links
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any] | None) -> PoolLinks | None:
+        """Returns the pool with these fields, as from `asdict`; None for None."""
+        return None if fields is None else cls(fields["first_node"], Links(**fields["links"]))
+
+
+@dataclass(frozen=True)
 class Topology:
     """The devices of all source ranks and target ranks."""
 
@@ -59,12 +73,24 @@ class Topology:
     """Device of each target rank."""
     links: Links = field(default_factory=Links)
     """Hardware of the nodes."""
+    pool: PoolLinks | None = None
+    """Nodes of another kind; None if all are alike."""
 
     @classmethod
-    def from_placement(cls, placement: RunPlacement, links: Links) -> Topology:
+    def from_placement(cls, placement: RunPlacement, links: Links, pool: PoolLinks | None = None) -> Topology:
         """Returns the topology with a run's policy ranks as sources and engine workers as targets. The placement gives
-        the number of devices per node."""
-        return cls(placement.policy, placement.engines, replace(links, gpus_per_node=placement.per_node))
+        the number of devices per node.
+
+        Args:
+            placement: Device of every process.
+            links: Hardware of the policy's nodes.
+            pool: Hardware of the engines' nodes; None if all nodes are alike.
+        """
+        whole = replace(links, gpus_per_node=placement.per_node)
+        if pool is None or placement.per_node > max(links.gpus_per_node, pool.links.gpus_per_node):  # CPUs
+            pool = pool and replace(pool, links=replace(pool.links, gpus_per_node=placement.per_node))
+            return cls(placement.policy, placement.engines, whole, pool)
+        return cls(placement.policy, placement.engines, links, pool)
 
     @classmethod
     def separate(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
@@ -89,27 +115,50 @@ class Topology:
     @property
     def nodes(self) -> int:
         """Number of nodes up to the node of the highest device used."""
-        return max((*self.sources, *self.targets)) // self.links.gpus_per_node + 1
+        return max((*self.sources, *self.targets)) // self.per_node + 1
+
+    @property
+    def kinds(self) -> tuple[Links, ...]:
+        """Hardware of each kind of nodes, the policy's nodes first."""
+        return (self.links,) if self.pool is None else (self.links, self.pool.links)
+
+    @property
+    def per_node(self) -> int:
+        """Device numbers of a node: the GPUs of the kind with most."""
+        return max(kind.gpus_per_node for kind in self.kinds)
+
+    @property
+    def nics_per_node(self) -> int:
+        """NIC numbers of a node: the NICs of the kind with most."""
+        return max(kind.nics_per_node for kind in self.kinds)
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes, used or not: nodes · gpus_per_node."""
-        return self.nodes * self.links.gpus_per_node
+        """Number of devices of all nodes, used or not: nodes · per_node."""
+        return self.nodes * self.per_node
 
     @property
     def nics(self) -> int:
         """Number of NICs of all nodes: nodes · nics_per_node."""
-        return self.nodes * self.links.nics_per_node
+        return self.nodes * self.nics_per_node
+
+    def by_node(self, name: str) -> NDArray[np.float64]:
+        """Returns a field of `Links` for each node, [nodes]."""
+        values = np.full(self.nodes, getattr(self.links, name), np.float64)
+        if self.pool is not None:
+            values[self.pool.first_node :] = getattr(self.pool.links, name)
+        return values
 
     def node(self, devices: Ints) -> Ints:
-        """Returns the number of the node of each device: device // gpus_per_node."""
-        return devices // self.links.gpus_per_node
+        """Returns the number of the node of each device: device // per_node."""
+        return devices // self.per_node
 
     def nic(self, devices: Ints) -> Ints:
         """Returns the number of the NIC that serves each device, counted over all nodes: NIC i of node n is n ·
         nics_per_node + i."""
-        node, gpu = np.divmod(devices, self.links.gpus_per_node)
-        return node * self.links.nics_per_node + gpu * self.links.nics_per_node // self.links.gpus_per_node
+        node, gpu = np.divmod(devices, self.per_node)
+        nics, gpus = (self.by_node(name).astype(np.int64)[node] for name in ("nics_per_node", "gpus_per_node"))
+        return node * self.nics_per_node + np.minimum(gpu, gpus - 1) * nics // gpus
 
 
 def _packed(first: int, count: int, engine: int, node: int) -> Iterator[int]:
