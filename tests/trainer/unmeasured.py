@@ -12,5 +12,6 @@ def unmeasured() -> Any:
         begin=lambda step, discard_earlier: None,
         end_phase=lambda phase: None,
         metrics_of=lambda step: {},
+        draft_change=lambda step: None,
         write_recordings=lambda step: {},
     )
