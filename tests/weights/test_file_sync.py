@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +15,13 @@ import torch
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import Outcomes
 from skyrl_mega.cluster.run_placement import plan_placement
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config, FilesConfig, ModelConfig, RolloutConfig, WeightsConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.parallel.box import Box, Piece, Shard
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.weights.files import driver, store
+from skyrl_mega.weights.files import driver, image, store
 from skyrl_mega.weights.files.publish import Publication, Publisher
 from skyrl_mega.weights.files.source import Source
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
@@ -139,3 +143,23 @@ def test_a_store_that_takes_no_manifest_is_a_fault_with_its_cause(
     monkeypatch.setattr(driver, "write_manifest", refuse)
     with pytest.raises(ActorFailed, match="access denied"):
         run.take(1)
+
+
+def test_two_runs_of_one_name_have_stores_of_their_own() -> None:
+    config = Config(weights=WeightsConfig(files=FilesConfig(folder="s3://bucket/weights")))
+    addresses = {driver.store_address(config, Path(folder)) for folder in ("/home/a/runs/x", "/home/b/runs/x")}
+    assert len(addresses) == 2
+    assert all(address.startswith("s3://bucket/weights/") for address in addresses)
+
+
+def test_a_full_disk_under_the_cache_is_an_error_that_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(image.os, "posix_fallocate", full)
+    shard = Shard({"w": (8,)}, (Piece("w", Box((0,), (8,)), "w", (0,)),))
+    with pytest.raises(UserError, match="No space left") as error:
+        image.Image(shard, {"w": torch.bfloat16}, tmp_path / "image")
+    assert error.value.key == "weights.files.cache"

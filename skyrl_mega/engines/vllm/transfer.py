@@ -91,6 +91,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
         """
         self.shutdown()
+        self.download = None  # of a former run, which read files
         connection, index = Connection(**init_info.connection), worker_index(self.parallel_config)
         self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + index)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,14 +31,17 @@ PLAN_S = 20.0
 
 
 def store_address(config: Config, run_folder: Path) -> str:
-    """Returns the address of a run's store: a folder named like the run in `weights.files.folder`, by default
-    `weight_files` in the run's folder."""
+    """Returns the address of a run's store: a folder in `weights.files.folder`, by default `weight_files` in the run's
+    folder.
+
+    The folder's name is the run's name and a checksum of the run's folder: two runs of one name would remove each
+    other's weights.
+    """
     folder = config.weights.files.folder
     if not folder:
         return str(run_folder / "weight_files")
-    if SCHEME in folder:
-        return f"{folder.rstrip('/')}/{config.run.name}"
-    return str(Path(folder).absolute() / config.run.name)
+    name = f"{config.run.name}-{zlib.crc32(str(run_folder.absolute()).encode()):08x}"
+    return f"{folder.rstrip('/')}/{name}" if SCHEME in folder else str(Path(folder).absolute() / name)
 
 
 @dataclass

@@ -100,9 +100,11 @@ class Image:
             if not self._existed:
                 self._label("")
                 os.ftruncate(self._lock, size)
+            if size:  # a full disk must be an error here: writing to mapped memory without a block ends the process
+                os.posix_fallocate(self._lock, 0, size)
         except OSError as error:
             raise UserError(
-                f"{error.strerror or error}; give a folder on each engine's node that no other run uses",
+                f"{error.strerror or error}; give a folder with space on each engine's node that no other run uses",
                 key="weights.files.cache",
                 value=file,
             ) from None
