@@ -120,6 +120,7 @@ def chi_squared(model: Any, start: list[int], answers: list[Completion], samplin
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sampling", [Sampling(), CUT])
 def test_samples_have_the_policys_distribution(place: Place, model: Any, sampling: Sampling) -> None:
     """Compares the second token of many answers, which is checked against a draft, with exact probabilities."""
@@ -130,6 +131,7 @@ def test_samples_have_the_policys_distribution(place: Place, model: Any, samplin
     assert drafted > 0.9 * SAMPLES
 
 
+@pytest.mark.nightly
 def test_routes_are_those_of_the_accepted_tokens(place: Place, model: Any) -> None:
     """Compares with the routes of the whole answer read as a prompt."""
     requests = requests_of(model, 4, 40, "routed")
@@ -144,6 +146,7 @@ def test_routes_are_those_of_the_accepted_tokens(place: Place, model: Any) -> No
         assert (answer.routes == read.routes).mean() > 0.99, "rounding may change a close choice"
 
 
+@pytest.mark.nightly
 def test_an_engine_with_drafts_sleeps_and_wakes(place: Place, model: Any) -> None:
     requests = requests_of(model, 4, 60, "sleep")
     before = ask(place, requests, Sampling(temperature=0))
