@@ -64,6 +64,7 @@ CRITIC = {
     "algorithm.whiten": "batch",
     "critic.ranks": 1,
     **{f"critic.layout.{name}": 1 for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert")},
+    "critic.layout.context_exchange": "ring",
     "critic.optimizer.lr": 5e-4,
     "critic.optimizer.beta2": 0.95,
 }

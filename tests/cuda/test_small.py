@@ -102,7 +102,7 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
         return SimpleNamespace(serve=lambda _: None, ensure_running=lambda: ())
 
     monkeypatch.setattr(engines, "session", session)
-    monkeypatch.setattr(engines, "reserve", lambda count, gpus: [gpus] * count)
+    monkeypatch.setattr(engines, "reserve", lambda count, gpus, label: [gpus] * count)
     monkeypatch.setattr(engines, "start_engines", start)
     monkeypatch.setattr(engines, "Generator", lambda *_, **__: nullcontext())
     console: Any = SimpleNamespace(say=print, phase=lambda _: nullcontext())
