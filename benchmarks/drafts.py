@@ -2,10 +2,10 @@
 
     python -m benchmarks.drafts [--samples 50000] [--rounds 3] [--output benchmarks/results/drafts.json]
 
-A model with random weights soon repeats itself when greedy: that is the repetitive task. The model of `model` drafts is
-the policy itself, so nearly all of its drafts are accepted, and each costs as much as a token. χ² compares the second
-tokens of `--samples` answers, each checked against a draft, with exact probabilities from transformers. Greedy tokens
-are compared with those of the engine without drafts.
+A small model with random weights soon repeats itself when greedy: that is the repetitive task, and sampling the other.
+The model of `model` drafts is the policy itself, so nearly all of its drafts are accepted, and each costs as much as a
+token. χ² compares the second tokens of `--samples` answers, each checked against a draft, with exact probabilities from
+transformers. Greedy tokens are compared with those of the engine without drafts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skyrl_mega.engines.base import Completion, Request, Sampling
 from tests.support.engines import build_model, complete, spec_of, start_engine
 from tests.weights.test_draft_engine import chi_squared, prompt
 
-SIZES: dict[str, Any] = {"hidden": 256, "expert_ffn": 256, "layers": 4, "tokenizer": "none"}
+SIZES: dict[str, Any] = {"hidden": 64, "layers": 2}
 SEQUENCES = (1, 16, 64)
 TOKENS = 100
 BLOCK = 5000
@@ -48,7 +48,7 @@ def variants(path: Path) -> dict[str, DraftsConfig]:
 
 def speed(engine: ActorGroup, model: Any, sequences: int, sampling: Sampling, rounds: int) -> dict[str, Any]:
     """Returns the tokens per second of all sequences together, the counts of drafts, and the tokens of each answer."""
-    requests = [Request(f"{i}/0", prompt(model, i)[:24], TOKENS, seed=i) for i in range(sequences)]
+    requests = [Request(f"{i}/0", 3 * prompt(model, i)[:8], TOKENS, seed=i) for i in range(sequences)]
     engine.call_one(0, "drafts", timeout=60)
     rates = []
     for _ in range(rounds + 1):  # the first round compiles kernels
