@@ -376,9 +376,14 @@ class WeightSync:
         first = next((str(cause_of(e)) for _, e in outcomes.failures if isinstance(cause_of(e), TransportError)), "")
         probes = settle(self.fleet.submit(members, "probe"), PROBE_S, after_failure=PROBE_S)
         blamed = probes.causes
-        # No peer can be the cause: these engines only read their own image.
-        blamed |= {c.rank: describe(e) for c, e in outcomes.failures if c.rank in self.fetchers and c.group != policy}
+        blamed |= {c.rank: describe(e) for c, e in outcomes.failures if c.group != policy and self._alone(c)}
         return {engine: f"{cause} ({first})" if first else cause for engine, cause in blamed.items()}
+
+    def _alone(self, call: PendingCall) -> bool:
+        """Returns True if no peer can be the cause of a failed call to an engine: the engine reads its own image, or is
+        a server outside of the run that received everything, and answered nonsense at the end."""
+        foreign = getattr(self.fleet.facts[call.rank], "foreign", False)
+        return call.rank in self.fetchers or (foreign and call.method == "end_update")
 
     def _newcomers(self, members: list[int]) -> dict[int, str]:
         """Returns the joined engines without a successful sync, each with the reason for leaving them out: a new engine

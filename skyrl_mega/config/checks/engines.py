@@ -12,12 +12,16 @@ from skyrl_mega.config.derived import (
     WIDE_CACHES,
     fp8_parameters,
     length_limit,
+    planned_device,
     response_limit,
 )
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.endpoints import entries
 from skyrl_mega.config.schema.fields import Refusals
 
+GROUP = "group"
+"""Direct weight sync: `weights.transport` and `sync` of a server."""
 SLEEP_ARGUMENTS = {
     "enable_sleep_mode": "residency.keep, without the parts that sleep",
     "enable_cumem_allocator": "residency.keep, without the parts that sleep",
@@ -162,6 +166,14 @@ def check_endpoints(c: Config) -> Refusals:
         yield "cluster.shared", why, "give cluster.shared=false"
     if not c.rollout.endpoints:
         return
+    ways = [entry.way for entry in entries(c.rollout.endpoints)]
+    if GROUP in ways and c.cluster.shared and c.weights.transport == GROUP and planned_device(c) != "cpu":
+        yield (
+            f"rollout.endpoints.{ways.index(GROUP)}.sync",
+            "a direct weight sync reaches either colocated engines (cluster.shared) or servers elsewhere, not both",
+            "give sync: files or directory, or cluster.shared=false",
+            GROUP,
+        )
     if c.policy.moe.replay == "rollout":
         why = "servers in rollout.endpoints return no expert routes"
         yield "policy.moe.replay", why, "give off or policy, or no rollout.endpoints"

@@ -14,6 +14,22 @@ KINDS = ("vllm", "sglang")
 SYNCS = {"vllm": ("group", "files", "directory"), "sglang": ("directory",)}
 """Kind → ways of new weights, the default first. A user's class takes a directory."""
 KEY = "rollout.endpoints"
+COMMON = ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n", "ignore_eos", "skip_special_tokens")
+CONTROLLED = {
+    "vllm": (
+        *(*COMMON, "max_tokens", "logprobs", "prompt_logprobs", "include_stop_str_in_output"),
+        *("detokenize", "truncate_prompt_tokens", "output_kind"),
+    ),
+    "sglang": (
+        *(*COMMON, "min_p", "max_new_tokens", "sampling_seed", "no_stop_trim", "stop_regex"),
+        *("return_logprob", "logprob_start_len"),
+    ),
+}
+"""Kind → sampling parameters that the run sets, which `options` must not."""
+LONGEST = 1000
+"""Characters of an address."""
+PORTS = {"http": 80, "https": 443}
+"""Scheme → port of an address without one."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +92,28 @@ def refusals(endpoints: Sequence[Mapping[str, Any]]) -> Refusals:
                 yield f"{key}.{name}", f"allowed is {names}", "", str(value)
                 return
         yield from _refusals(key, EndpointConfig(**entry))
-    urls = [entry["url"].rstrip("/") for entry in endpoints]
-    for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield KEY, f"{url} is listed twice", "give it once", ""
+    places = [_place(entry["url"]) for entry in endpoints]
+    for entry, place in zip(endpoints, places, strict=True):
+        if places.count(place) > 1:
+            yield KEY, f"{entry['url'].rstrip('/')} is listed twice", "give it once", ""
+            return
+
+
+def _place(url: str) -> tuple[str, str, int | None, str]:
+    """Returns scheme, host, port and path of an address, equal for two spellings of the same address."""
+    parsed = urlsplit(url)
+    host = parsed.hostname or ""
+    return (
+        parsed.scheme,
+        "127.0.0.1" if host == "localhost" else host,
+        parsed.port or PORTS.get(parsed.scheme),
+        parsed.path.rstrip("/"),
+    )
 
 
 def _refusals(key: str, entry: EndpointConfig) -> Refusals:
     if problem := url_problem(entry.url):
-        yield f"{key}.url", problem, "", "" if "@" in entry.url else entry.url
+        yield f"{key}.url", problem, "", "" if "@" in entry.url or not entry.url.isprintable() else entry.url[:LONGEST]
     if entry.kind not in KINDS and ":" not in entry.kind:
         yield f"{key}.kind", f"allowed is {', '.join(KINDS)} or path:Class (docs/endpoints.md)", "", entry.kind
     elif entry.way not in SYNCS.get(entry.kind, ("directory",)):
@@ -93,11 +123,16 @@ def _refusals(key: str, entry: EndpointConfig) -> Refusals:
         yield f"{key}.concurrency", f"allowed is a whole number from 1 to {MOST}", "", str(entry.concurrency)
     if entry.max_difference is not None and not 0 < entry.max_difference < 100:
         yield f"{key}.max_difference", "allowed is a number above 0 and below 100", "", str(entry.max_difference)
+    for name in entry.options:
+        if name in CONTROLLED.get(entry.kind, ()):
+            yield f"{key}.options.{name}", "the run decides it (rollout.sampling)", "leave it out", ""
 
 
 def url_problem(url: str) -> str:
     """Returns the reason why an address cannot be used; "" for a usable address."""
     allowed = "allowed is http://host:port or https://…"
+    if not url.isascii() or not url.isprintable() or " " in url or len(url) > LONGEST:
+        return f"{allowed}, of at most {LONGEST} printable ASCII characters without spaces"
     try:
         parsed = urlsplit(url)
         port = parsed.port

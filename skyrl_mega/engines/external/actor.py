@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
 from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.external.answer import LONGEST_TEXT, Answer
 from skyrl_mega.engines.external.open import ExternalSpec, open_server, ready
-from skyrl_mega.engines.external.server import InferenceServer, NewTokens, ReceivingServer, ServerGone, ServerRefused
+from skyrl_mega.engines.external.server import InferenceServer, ReceivingServer, ServerGone, ServerRefused
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
@@ -28,8 +27,6 @@ ASK_EVERY_S = 5.0
 """Seconds between two questions for the version while requests are under way."""
 UNANSWERED = 3
 """Consecutive questions without an answer after which a server is gone."""
-RISE = 1e-3
-"""Largest log-prob of a token above 0, from rounding."""
 
 
 class ExternalEngine:
@@ -148,10 +145,11 @@ class ExternalEngine:
         places: AbstractAsyncContextManager[object],
     ) -> None:
         began = time.time()
-        answer = _Answer(request, self.spec.vocab)
+        answer = Answer(request, self.spec.vocab, self.spec.max_length)
         try:
             async with asyncio.timeout(request.seconds) as limit:
                 async with places:
+                    answer.oldest = self.version
                     async for chunk in self.server.generate(request, sampling):
                         answer.add(chunk, self.version)
                         self.tokens += len(chunk.tokens)
@@ -164,7 +162,7 @@ class ExternalEngine:
             done.put_nowait(error)
             return
         except Exception as error:  # a class of the user may raise anything
-            done.put_nowait(ServerGone(f"{self.spec.name}: {type(error).__name__}: {error}"))
+            done.put_nowait(ServerGone(f"{self.spec.name}: {type(error).__name__}: {str(error)[:LONGEST_TEXT]}"))
             return
         if (problem := await self._problem(answer)) is not None:
             done.put_nowait(ServerGone(f"{self.spec.name} {problem}"))
@@ -174,17 +172,14 @@ class ExternalEngine:
             self.spans.append(Span(request.id, began, time.time(), details))
         done.put_nowait(answer.completion())
 
-    async def _problem(self, answer: _Answer) -> str | None:
+    async def _problem(self, answer: Answer) -> str | None:
         """Returns what is wrong with a complete answer; None if nothing is."""
-        if answer.finish is None:
-            return "ended a request without a reason"
-        if answer.stated:
-            newest = max((version for version, _ in answer.versions), default=0)
-            return f"states version {newest}, not {self.version}" if newest > self.version else None
+        if (problem := answer.problem(self.version)) is not None or answer.stated:
+            return problem
         try:
             version = await self.server.version()
         except Exception as error:  # a class of the user may raise anything
-            return f"does not state its version: {type(error).__name__}: {error}"
+            return f"does not state its version: {type(error).__name__}: {str(error)[:LONGEST_TEXT]}"
         return None if version == self.version else f"serves version {version}, not {self.version}"
 
     async def _watch(self) -> None:
@@ -348,43 +343,3 @@ class ExternalEngine:
     async def health(self) -> int:
         """Asks the server for the version of its weights."""
         return await self.server.version()
-
-
-class _Answer:
-    """The tokens of a request so far, checked as they come."""
-
-    def __init__(self, request: Request, vocab: int) -> None:
-        self.request, self.vocab = request, vocab
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[tuple[int, int]] = []
-        self.finish: str | None = None
-        self.stated = False
-        """True if the server states the version of each token."""
-
-    def add(self, chunk: NewTokens, version: int) -> None:
-        """Appends a chunk; its tokens are of `version` unless the server states versions. Raises ServerGone for
-        impossible values."""
-        if len(chunk.tokens) != len(chunk.logprobs):
-            raise ServerGone(f"{len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
-        for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
-            if type(token) is not int or not 0 <= token < self.vocab:
-                raise ServerGone(f"token {token!r} is not in the vocabulary of {self.vocab}")
-            if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > RISE:
-                raise ServerGone(f"{logprob!r} is no log-prob")
-        if chunk.finish not in (None, "stop", "length"):
-            raise ServerGone(f"a request ended with {str(chunk.finish)[:40]}, not with stop or length")
-        if len(self.tokens) + len(chunk.tokens) > self.request.max_tokens:
-            raise ServerGone(f"more than {self.request.max_tokens} tokens came")
-        if chunk.versions:
-            self.stated, self.versions = True, list(chunk.versions)
-        elif chunk.tokens and not self.stated and (not self.versions or self.versions[-1][0] != version):
-            self.versions.append((version, len(self.tokens)))
-        self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs
-        self.finish = chunk.finish or self.finish
-
-    def completion(self) -> Completion:
-        """Returns the completion; `finish` must be set."""
-        tokens, logprobs = array("i", self.tokens), array("f", self.logprobs)
-        return Completion(self.request.id, tokens, logprobs, str(self.finish), tuple(self.versions))

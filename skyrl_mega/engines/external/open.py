@@ -6,7 +6,9 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import httpx
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.imports import load
@@ -14,6 +16,7 @@ from skyrl_mega.config.derived import engine_ranks, length_limit
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.endpoints import KEY, EndpointConfig, entries
 from skyrl_mega.engines.base import EngineDied, Request, Sampling
+from skyrl_mega.engines.external.http import HttpServer
 from skyrl_mega.engines.external.server import InferenceServer, ServerAddress, ServerFacts, ServerRefused
 from skyrl_mega.engines.external.sglang import SglangServer
 from skyrl_mega.engines.external.vllm import VllmServer
@@ -21,6 +24,8 @@ from skyrl_mega.weights.members import FILES, GROUP
 
 METHODS = ("generate", "version", "update", "pause", "resume", "flush")
 """Methods of a user's class (`server.InferenceServer`)."""
+CLIENTS: dict[str, type[HttpServer]] = {"vllm": VllmServer, "sglang": SglangServer}
+"""Kind → client."""
 RETRY_S = 1.0
 """Seconds between attempts to reach a server."""
 REACH_S = 60.0
@@ -97,12 +102,13 @@ def open_server(spec: ExternalSpec) -> InferenceServer:
     """Returns the client of a server, without asking the server anything.
 
     Raises:
-        UserError: The class of a user cannot be imported, or lacks a method.
+        UserError: The class of a user cannot be imported, or lacks a method; the address is invalid.
     """
-    if spec.kind == "vllm":
-        return VllmServer(spec.address)
-    if spec.kind == "sglang":
-        return SglangServer(spec.address)
+    if spec.kind in CLIENTS:
+        try:
+            return cast(InferenceServer, CLIENTS[spec.kind](spec.address))
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UserError(f"{error}", key=f"{spec.key}.url", value=spec.address.url) from None
     kind = load(spec.kind, f"{spec.key}.kind")
     if missing := [name for name in METHODS if not callable(getattr(kind, name, None))]:
         why = f"the class has no method {missing[0]}; it needs {', '.join(METHODS)} (docs/endpoints.md)"

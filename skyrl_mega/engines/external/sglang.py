@@ -38,7 +38,7 @@ class SglangServer(HttpServer):
         body = {
             "rid": request.id,
             "input_ids": list(request.tokens),
-            "sampling_params": {**parameters, **self.address.options},
+            "sampling_params": {**self.address.options, **parameters},
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
@@ -50,7 +50,7 @@ class SglangServer(HttpServer):
             if chunk.tokens and stated is not None and (not versions or versions[-1][0] != stated):
                 versions = (*versions, (stated, seen))
             seen += len(chunk.tokens)
-            yield replace(chunk, versions=versions)
+            yield replace(chunk, versions=() if stated is None else versions)
 
     async def describe(self, vocab: int) -> ServerFacts:
         """Asks for the server's limits, which do not include the vocabulary; raises
@@ -91,7 +91,7 @@ class SglangServer(HttpServer):
         answer = await self.post("/update_weights_from_disk", body, source["timeout_s"])
         if not isinstance(answer, dict) or answer.get("success") is not True:
             message = answer.get("message") if isinstance(answer, dict) else answer
-            raise ServerGone(f"/update_weights_from_disk failed: {str(message)[:300]}")
+            raise ServerGone(self.hidden(f"/update_weights_from_disk failed: {str(message)[:300]}"))
 
     async def pause(self) -> None:
         """Puts the requests under way back into the server's queue; they continue with new weights."""
@@ -117,6 +117,8 @@ def _chunk(event: Mapping[str, Any], seen: int) -> tuple[NewTokens, int | None]:
         ServerGone: A field is missing or of another type.
     """
     try:
+        if event.get("index", 0) != 0:
+            raise ServerGone("a second answer came to a request")
         about = event["meta_info"]
         pairs = about.get("output_token_logprobs") or []
         total, reason = int(about["completion_tokens"]), about.get("finish_reason")
@@ -126,6 +128,6 @@ def _chunk(event: Mapping[str, Any], seen: int) -> tuple[NewTokens, int | None]:
         tokens, logprobs = [pair[1] for pair in new], [pair[0] for pair in new]
         finish = reason["type"] if reason else None
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ServerGone(f"an event of /generate has an unknown form: {error!r}") from None
+        raise ServerGone(f"an event of /generate has an unknown form: {repr(error)[:200]}") from None
     stated = about.get("weight_version")
     return NewTokens(tokens, logprobs, finish), None if stated is None else stated_version(stated)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import math
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
 from skyrl_mega.engines.base import Request, Sampling
@@ -16,6 +18,7 @@ from skyrl_mega.engines.external.server import (
     ServerRefused,
     stated_version,
 )
+from skyrl_mega.weights.exchange.executor import ExchangeReport
 
 PLUGIN = "skyrl_mega.engines.vllm.transfer.WorkerExtension"
 """Worker extension of this project, as vLLM shows it in its configuration."""
@@ -25,6 +28,10 @@ POLL_S = 0.2
 """Seconds between questions for the end of a download."""
 COMMAND_S = 120.0
 """Seconds for a pause, a resume or a flush."""
+REPORT = frozenset(each.name for each in fields(ExchangeReport))
+"""Fields of a worker's report."""
+COMPARISON = {"parameters", "bytes", "different"}
+"""Fields of a worker's comparison."""
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 (docs/endpoints.md)"
 
 
@@ -38,6 +45,8 @@ class VllmServer(HttpServer):
     def __init__(self, address: ServerAddress) -> None:
         super().__init__(address)
         self.plugin = False
+        self.workers: int | None = None
+        """Number of workers; None until `describe`."""
 
     async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Streams the tokens of a request; the server states the weight version of each token."""
@@ -57,7 +66,7 @@ class VllmServer(HttpServer):
         body = {
             "request_id": request.id,
             "token_ids": list(request.tokens),
-            "sampling_params": {**parameters, **self.address.options},
+            "sampling_params": {**self.address.options, **parameters},
             "stream": True,
         }
         async for event in self.stream("/inference/v1/generate", body):
@@ -80,15 +89,18 @@ class VllmServer(HttpServer):
         try:
             model, parallel = config["model_config"], config["parallel_config"]
             if (mode := model.get("logprobs_mode")) != "processed_logprobs":
-                raise ServerRefused(f"its logprobs_mode is {mode}; start it with --logprobs-mode processed_logprobs")
+                raise ServerRefused(
+                    f"its logprobs_mode is {str(mode)[:40]}; start it with --logprobs-mode processed_logprobs"
+                )
             backend = (config.get("weight_transfer_config") or {}).get("backend")
             self.plugin = parallel.get("worker_extension_cls") == PLUGIN and backend == "skyrl_mega"
+            self.workers = world["world_size"] if type(world["world_size"]) is int else None
             cache = config["cache_config"].get("kv_cache_size_tokens")
             return ServerFacts(
                 max_length=models["data"][0]["max_model_len"],
                 vocab=vocab if await self._knows_exactly(vocab) else -1,
                 cache_tokens=cache if isinstance(cache, int) and cache > 0 else None,
-                workers=world["world_size"],
+                workers=self.workers,
                 plugin=self.plugin,
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -132,7 +144,7 @@ class VllmServer(HttpServer):
         """Drops the cache of prefixes, and of requests under way, which compute their tokens again."""
         answer = await self.post("/reset_prefix_cache?reset_running_requests=true", None, COMMAND_S)
         if answer != {"success": True}:
-            raise ServerGone(f"/reset_prefix_cache answered {str(answer)[:200]}")
+            raise ServerGone(self.hidden(f"/reset_prefix_cache answered {str(answer)[:200]}"))
 
     # ---- weights with the plug-in ----------------------------------------------------------------------------------
 
@@ -157,7 +169,7 @@ class VllmServer(HttpServer):
     async def end(self, version: int) -> list[dict[str, float]]:
         """Installs the weights as `version` and returns each worker's report."""
         await self.post("/finish_weight_update", {"weight_version": str(version)}, COMMAND_S)
-        return await self._workers("transfer_report", [], COMMAND_S)
+        return await self._reports(COMMAND_S)
 
     async def abandon(self) -> None:
         """Abandons an update in every worker."""
@@ -165,16 +177,43 @@ class VllmServer(HttpServer):
 
     async def compare(self) -> list[dict[str, Any]]:
         """Compares every worker's weights with the policy's."""
-        return await self._workers("check_weights", [], UPDATE_S)
+        answers = await self._workers("check_weights", [], UPDATE_S)
+        for answer in answers:
+            names = answer.get("different") if isinstance(answer, dict) and set(answer) == COMPARISON else None
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ServerGone("a worker's comparison of weights has an unknown form")
+            _check_numbers(answer, COMPARISON - {"different"})
+        return answers
 
     async def probe(self) -> None:
         """Waits for an answer of every worker."""
-        await self._workers("transfer_report", [], UPDATE_S)
+        await self._reports(UPDATE_S)
+
+    async def _reports(self, seconds: float) -> list[dict[str, float]]:
+        """Returns each worker's report of its last update; raises ServerGone for one of another form."""
+        reports = await self._workers("transfer_report", [], seconds)
+        for report in reports:
+            if not isinstance(report, dict) or not REPORT.issuperset(report):
+                raise ServerGone(f"a worker's report of an update has an unknown form: {str(report)[:200]}")
+            _check_numbers(report, report)
+        return reports
 
     async def _workers(self, method: str, args: list[Any], seconds: float) -> list[Any]:
+        """Calls a method of every worker and returns the answers; raises ServerGone for no answer, or for more answers
+        than workers."""
         answer = await self.post("/collective_rpc", {"method": method, "args": args}, seconds)
-        results = answer.get("results") if isinstance(answer, dict) else []
-        return results if isinstance(results, list) else []
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results or len(results) > (self.workers or len(results)):
+            raise ServerGone(f"/collective_rpc: no answer of {self.workers or 'all'} workers to {method}")
+        return results
+
+
+def _check_numbers(answer: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raises ServerGone unless these fields are finite numbers of at least 0."""
+    for name in names:
+        value = answer[name]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ServerGone(f"a worker answered {name} = {ascii(value)[:60]}, which is no number of seconds or bytes")
 
 
 def _chunk(choice: Mapping[str, Any]) -> NewTokens:
@@ -184,6 +223,8 @@ def _chunk(choice: Mapping[str, Any]) -> NewTokens:
         ServerGone: A field is missing or of another type.
     """
     try:
+        if choice.get("index", 0) != 0:
+            raise ServerGone("a second answer came to a request")
         tokens = choice["token_ids"] or []
         content = (choice.get("logprobs") or {}).get("content") or []
         if [entry["token_id"] for entry in content] != tokens:
@@ -192,5 +233,5 @@ def _chunk(choice: Mapping[str, Any]) -> NewTokens:
         spans = choice.get("weight_versions") or []
         versions = tuple((stated_version(span["version"]), int(span["start"])) for span in spans)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ServerGone(f"an event of /inference/v1/generate has an unknown form: {error!r}") from None
+        raise ServerGone(f"an event of /inference/v1/generate has an unknown form: {repr(error)[:200]}") from None
     return NewTokens(tokens, logprobs, choice.get("finish_reason"), versions)
