@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -13,7 +14,7 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent.renderer import Renderer
-from skyrl_mega.rollout.generators import load
+from skyrl_mega.rollout.generators import Branch, GeneratorService, GroupRequest, TrajectoryGenerator, load
 from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.service import Done, RolloutService, Ticket
@@ -91,3 +92,28 @@ def test_crashes_syncs_and_a_resume_lose_and_double_nothing(
     first, second = map(tokens_of, every)
     assert sorted(second) == list(range(len(GROUPS)))
     assert all(second[number] == tokens for number, tokens in first.items()), "the same random streams"
+
+
+def test_a_generator_that_cancels_a_sample_fails_its_group_only(characters_chat: Renderer) -> None:
+    class Cancelling(TrajectoryGenerator):
+        async def generate(self, group: GroupRequest, service: GeneratorService) -> list[Branch]:
+            root = await service.open()
+            if group.names[0] == "0/1/0":
+                samples = [asyncio.create_task(root.sample()) for _ in range(2)]
+                samples[0].cancel()
+                await asyncio.gather(*samples)
+            answers = [await root.sample() for _ in range(group.samples)]
+            return [await answer.step() for answer in answers]
+
+    engines: Any = Engines(2, Random(0))
+    engines.revive(0)
+    with VirtualLoop() as loop:
+        router = Router(engines, Sampling(), 4, 600.0, service=True)
+        player = GroupPlayer(agent_of(characters_chat, router, INLINE, turns=1), Cancelling({}))
+        service = RolloutService(player, engines, loop, timeout_s=60.0, own=True)
+        service.submit(tickets({})[:2], GROUPS[:2])
+        done: list[Done] = []
+        while len(done) < 2:
+            done += service.done(5.0)
+    failed = {one.ticket.number: {t.status.failed for t in one.group.trajectories} for one in done}
+    assert failed == {0: {True}, 1: {False}}

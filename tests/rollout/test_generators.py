@@ -151,6 +151,10 @@ def test_branches_after_a_turn_get_environments_that_repeat_it(characters_chat: 
         ("await service.open(9)", "open: sample is 9; allowed is 0 to 3"),
         ("await (await service.open()).step()", "step: there is no turn to judge"),
         ("b = await (await service.open()).sample()\nawait b.sample()", "sample: the turn is complete"),
+        (
+            "import asyncio\nt = asyncio.create_task((await service.open()).sample())\nt.cancel()\nawait t",
+            "generate awaited a task that it had cancelled",
+        ),
         ("b = await (await service.open()).sample()\nb.cut(99)", "cut: tokens is 99; allowed is 0 to"),
         ("b = await (await service.open()).sample()\nb.tell([{'role': 'usr'}])", "tell: messages[0]"),
     ],

@@ -16,6 +16,7 @@ from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.limits import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.rollout.generators import Branch, GeneratorService, GroupRequest, TrajectoryGenerator
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.workers import worker
@@ -158,3 +159,42 @@ def test_a_group_is_reported_trajectory_by_trajectory(characters_chat: Renderer,
     assert [(event.key, event.trajectory.sample) for event in events] == [(5, 0), (6, 1), (7, 2)]
     assert [event.trajectory.status.failed for event in events] == [bool(fault)] * 3
     assert len({tuple(array.tokens.tokens.tolist()) for array in arrays}) == (1 if fault else 3)
+
+
+def test_a_generator_that_cancels_a_sample_fails_its_group_and_an_abandoned_group_is_cancelled(
+    characters_chat: Renderer,
+) -> None:
+    class Cancelling(TrajectoryGenerator):
+        async def generate(self, group: GroupRequest, service: GeneratorService) -> list[Branch]:
+            sample = asyncio.create_task((await service.open()).sample())
+            sample.cancel()
+            await sample
+            return []
+
+    class Waiting(TrajectoryGenerator):
+        async def generate(self, group: GroupRequest, service: GeneratorService) -> list[Branch]:
+            await asyncio.sleep(60)
+            return []
+
+    agent = agent_of(characters_chat, RandomPolicy(characters_chat))
+    agent.router.journal = Journal()
+    agent.router.close = lambda: None  # type: ignore[method-assign]
+    equipment: Any = SimpleNamespace(agent=lambda *_, **__: agent)
+    sampling: Any = None
+    names = ("0/1/0", "0/1/1")
+
+    async def events_of(generator: TrajectoryGenerator, *, abandoned: bool) -> list[Any]:
+        session = PhaseSession(equipment, sampling, False, EngineView("engine", [], [], [], 0), generator)
+        session.play(TrajectoryJob(5, prompt_of(), 0, names[0], False, names=names))
+        if abandoned:
+            await asyncio.sleep(0.01)
+            session.abandon(5)
+        events: list[Any] = []
+        while len(events) < 2:
+            events += await session.events()
+        await session.close()
+        return events
+
+    failed = asyncio.run(events_of(Cancelling({}), abandoned=False))
+    assert [(event.key, event.trajectory.status) for event in failed] == [(5, Status.ERROR_ENV), (6, Status.ERROR_ENV)]
+    assert asyncio.run(events_of(Waiting({}), abandoned=True)) == [Cancelled(5), Cancelled(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import traceback
@@ -71,16 +72,27 @@ class GroupPlayer:
         """Returns the generator's trajectories; failed ones if its code fails."""
         try:
             return finish.trajectories(await self.generator.generate(service.group, service), service, self.generator)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             text = str(error) if isinstance(error, GeneratorFault) else f"generate raised {error!r}"
+            if isinstance(error, asyncio.CancelledError):
+                text = "generate awaited a task that it had cancelled"
             status = Status.ERROR_INFRASTRUCTURE if isinstance(error, InfrastructureFault) else Status.ERROR_ENV
             about = {"error": f"generator {type(self.generator).__name__}: {text}", **_place(error, self.generator)}
             failed = [self.agent.failed_trajectory(service.group.prompt, i, "") for i in range(service.group.samples)]
             for t in failed:
                 edits.fail(t, status, about)
             return failed
+
+
+def _is_cancelled() -> bool:
+    """Returns True if the group's own task is being cancelled. A CancelledError otherwise comes from a task that the
+    generator cancelled and awaited."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _place(error: BaseException, generator: TrajectoryGenerator) -> dict[str, str]:
