@@ -69,6 +69,41 @@ def load(
     return value
 
 
+@contextmanager
+def unshared(path: str) -> Iterator[None]:
+    """Within the `with` block, `load` imports the module of an import path again. After the block the process has the
+    modules of the same package from before the block only, so that a trial leaves nothing in their variables. Other
+    modules that the module imports are shared.
+
+    Args:
+        path: `package.module:name` or `path/to/file.py:name`.
+    """
+    source = path.rpartition(":")[0]
+    name = _name_of_file(Path(source).absolute()) if source.endswith(".py") else source
+    package, (parent, _, last) = name.partition(".")[0], name.rpartition(".")
+    with _import_lock:
+        before = _within(package)
+        attributes = vars(before[parent]) if parent in before else {}
+        attribute = attributes.get(last)
+        for known in _within(name):
+            del sys.modules[known]
+    try:
+        yield
+    finally:
+        with _import_lock:
+            for known in _within(package):
+                del sys.modules[known]
+            sys.modules.update(before)
+            attributes.pop(last, None)
+            if attribute is not None:
+                attributes[last] = attribute
+
+
+def _within(name: str) -> dict[str, ModuleType]:
+    """Returns a module and its submodules, as far as they are imported, by name."""
+    return {known: module for known, module in sys.modules.items() if f"{known}.".startswith(f"{name}.")}
+
+
 def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
     """Returns a known function by name, or the user's own function by import path.
 
@@ -168,8 +203,7 @@ def _module_of_file(
         raise UserError(
             f"{file} does not exist", key=key, fix=f"give the path of a Python file (relative to {Path.cwd()})"
         )
-    # A unique name in sys.modules, because dataclasses and pickle look up a class's module there.
-    name = f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    name = _name_of_file(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -184,6 +218,11 @@ def _module_of_file(
         text = _one_line(error, contract)
         raise UserError(f"{file}{_line_of(error, file)} cannot be imported: {text}", key=key) from error
     return module
+
+
+def _name_of_file(file: Path) -> str:
+    """Returns a unique name in `sys.modules`, because dataclasses and pickle look up a class's module there."""
+    return f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
 
 
 def _module_of_name(

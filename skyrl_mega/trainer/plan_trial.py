@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from io import StringIO
 
+from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config
@@ -18,7 +19,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trainer.step_plan import KEY, PartOrder, PlanFault, StepPlan, step_function
+from skyrl_mega.trainer.step_plan import KEY, HandedOut, PartOrder, PlanFault, StepFunction, StepPlan, step_function
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
 
 STEPS = (1, 2, 3, 50)
@@ -35,13 +36,14 @@ class TrialPlan:
     Args:
         config: The settings.
         number: Number of the step.
+        handed_out: Stand-ins of this trial.
         empty: True if no groups come.
     """
 
-    def __init__(self, config: Config, number: int, *, empty: bool) -> None:
+    def __init__(self, config: Config, number: int, handed_out: HandedOut, *, empty: bool) -> None:
         self.run, self.config, self.number, self.empty = _RunProbe(), config, number, empty
         self.step = Step(number, Console(StringIO()))
-        self._order = PartOrder(config)
+        self._order = PartOrder(config, handed_out)
 
     @property
     def generated(self) -> int:
@@ -53,13 +55,11 @@ class TrialPlan:
         self._order.generate()
         groups = [] if self.empty else [_group(i, self.config.data.samples_per_prompt) for i in range(2)]
         self.step.trajectories += [t for group in groups for t in group.trajectories]
-        return groups
+        return self._order.hand_out(groups)
 
     def train(self, groups: Sequence[Group]) -> None:
         """Checks the groups."""
         self._order.train(groups)
-        if wrong := next((group for group in groups if not isinstance(group, Group)), None):
-            raise PlanFault(f"train is given a {type(wrong).__name__}; allowed is a list of groups from generate")
         self._order.recorded = True
 
     def sync(self) -> None:
@@ -86,7 +86,8 @@ class TrialPlan:
 
 def check(config: Config) -> None:
     """Calls the function of `run.loop` for a few steps with stand-ins. Does nothing without the setting. A function
-    that uses `plan.run` is tried up to there only.
+    that uses `plan.run` is tried up to there only. The trial has a module of its own: what the function puts into
+    variables of the module is not seen by the run.
 
     Raises:
         UserError: The function cannot be imported, raises, names a part that does not exist, calls the parts in an
@@ -94,9 +95,14 @@ def check(config: Config) -> None:
     """
     if config.run.loop is None:
         return
-    function = step_function(config)
+    with imports.unshared(config.run.loop):
+        _try(step_function(config), config, config.run.loop)
+
+
+def _try(function: StepFunction, config: Config, path: str) -> None:
+    handed_out = HandedOut()
     for number in STEPS:
-        plan = TrialPlan(config, number, empty=number == STEPS[-1])
+        plan = TrialPlan(config, number, handed_out, empty=number == STEPS[-1])
         try:
             function(plan)  # type: ignore[arg-type]
         except _NotRunnableHere:
@@ -104,7 +110,7 @@ def check(config: Config) -> None:
         except UserError:
             raise
         except Exception as error:
-            raise _refusal(error, config.run.loop) from error
+            raise _refusal(error, path) from error
         if not plan.generated:
             raise PlanFault("it ends a step without generate, and the run would never end; call generate in every step")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.by_reference import fetch_arrays
-from skyrl_mega.trajectories.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 from skyrl_mega.weights.sync import WeightSync
 
 ROLLOUTS = "rollouts"
@@ -89,6 +90,8 @@ class Run:
     """True once this process measured a step."""
     killed_for_memory: int = 0
     """Sandboxed programs killed for memory, counted up to the newest step."""
+    handed_out: WeakValueDictionary[int, Group] = field(default_factory=WeakValueDictionary)
+    """Groups given to a function of `run.loop` and still in use, by `id`."""
     records: Records = field(default_factory=Records)
     """Writes trajectory files."""
     health: Health = field(init=False)

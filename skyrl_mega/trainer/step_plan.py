@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
+from weakref import WeakValueDictionary
 
 from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
@@ -21,6 +22,8 @@ from skyrl_mega.trajectories.trajectory import Group
 KEY = "run.loop"
 TrainOn = Callable[[Run, Step, list[Group]], None]
 """Type of `loop.train_on`."""
+HandedOut = WeakValueDictionary[int, Group]
+"""Groups returned by `generate`, by `id`."""
 
 
 class PlanFault(UserError):
@@ -43,7 +46,7 @@ class StepPlan:
         self.run, self.config, self.number = run, run.config, step.number
         self.step, self._train_on = step, train_on
         self._stack = ExitStack()
-        self._order = PartOrder(run.config)
+        self._order = PartOrder(run.config, run.handed_out)
 
     def generate(self) -> list[Group]:
         """Generates groups for `data.prompts_per_step` further prompts and returns the groups; fewer or none at the end
@@ -54,14 +57,15 @@ class StepPlan:
             ActorFailed, UserError: See `Rollouts.next_groups`.
         """
         self._order.generate()
-        return self.run.rollouts.next_groups(self.step)
+        return self._order.hand_out(self.run.rollouts.next_groups(self.step))
 
     def train(self, groups: Sequence[Group]) -> None:
         """Trains policy and critic on groups: log-probs, advantages over all of these groups, optimizer steps by
         `data.mini_batch_prompts`. Does nothing without groups. The metrics of a second call replace those of the first.
 
         Raises:
-            PlanFault: The value is no list of groups, or nothing was generated in this step.
+            PlanFault: The value is no list of groups that `generate` of this run returned, or nothing was generated in
+                this step.
             EngineDiffers, ActorFailed, ClusterError, UserError: See `loop.train`.
         """
         self._order.train(groups)
@@ -138,10 +142,15 @@ class StepPlan:
 
 
 class PartOrder:
-    """The parts called so far in a step, and the rules of their order."""
+    """The parts called so far in a step, and the rules of their order.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    Args:
+        config: The settings.
+        handed_out: The groups of the run.
+    """
+
+    def __init__(self, config: Config, handed_out: HandedOut) -> None:
+        self.config, self.handed_out = config, handed_out
         self.generated = 0
         self.recorded = self.trained = self.synced = self.evaluated = False
 
@@ -158,6 +167,11 @@ class PartOrder:
             raise PlanFault("generate is called twice; asynchrony.mode=one_step has one batch for a step; give off")
         self.generated += 1
 
+    def hand_out(self, groups: list[Group]) -> list[Group]:
+        """Notes groups as the run's, and returns the groups."""
+        self.handed_out.update({id(group): group for group in groups})
+        return groups
+
     def train(self, groups: object) -> None:
         """Notes a call of `train`; raises PlanFault if it is not allowed now, or not with this value."""
         if not isinstance(groups, list | tuple):
@@ -166,6 +180,11 @@ class PartOrder:
             raise PlanFault("train comes before generate; a step trains on groups of its own: generate first")
         if self.synced:
             raise PlanFault("train comes after sync; engines get one version of the weights in a step: train first")
+        for group in groups:
+            if not isinstance(group, Group):
+                raise PlanFault(f"train is given a {type(group).__name__}; allowed is a list of groups from generate")
+            if self.handed_out.get(id(group)) is not group:
+                raise PlanFault("train is given a group that generate of this run did not return; give no copies")
         self.trained = self.trained or bool(groups)
 
     def sync(self) -> bool:

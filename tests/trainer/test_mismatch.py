@@ -13,6 +13,7 @@ import torch
 
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.config.schema import BuildConfig, Config
+from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron import objectives
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -24,6 +25,7 @@ from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.loop import take_step
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Group
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 from tests.trainer.unmeasured import unmeasured
@@ -82,7 +84,7 @@ def run_of(config: Config, folder: Path, trained: dict[str, float], calls: list[
         critic=None,
         sync=SimpleNamespace(sync=note("sync")),
         rollouts=SimpleNamespace(
-            next_groups=lambda step: [1],
+            next_groups=lambda step: [Group(Prompt(0, [], "e", {}), [])],
             before_sync=lambda step: None,
             synced=lambda version: None,
             prompts_left=lambda done: 9**9,

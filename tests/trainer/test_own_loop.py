@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_mega.cluster.channel import StopRequest
+from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
@@ -72,6 +74,42 @@ def test_two_generations_for_an_update(run: FakeRun, calls: list[str], tmp_path:
     assert calls == [each for n in (1, 2, 3) for each in ("generate", "generate", "train 2", f"sync {n}")]
     assert [row["mine/groups"] for row in read(run.folder / "metrics.jsonl")] == [2, 2, 2]
     assert (state(run)["step"], state(run)["stream"]["position"], run.version) == (3, 60, 3)
+
+
+def test_a_trial_leaves_nothing_in_the_module_of_the_run(
+    run: FakeRun, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "BUFFER.extend(plan.generate())\nplan.train(BUFFER[-8:])"
+    file = write(tmp_path, body, "BUFFER = []\n\n\ndef mine(plan):").rpartition(":")[0]
+    package = tmp_path / "own_steps"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "step.py").write_text(Path(file).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    run.config.run.steps = 2
+    for path in (f"{file}:mine", "own_steps.step:mine"):
+        run.config.run.loop = path
+        plan_trial.check(run.config)
+        plan_trial.check(run.config)
+        assert imports.load(path, "run.loop", kind="function").__globals__["BUFFER"] == []
+        plan_trial.check(run.config)
+        function = imports.load(path, "run.loop", kind="function")
+        assert function.__globals__["BUFFER"] == [] and function.__globals__ is vars(sys.modules[function.__module__])
+    assert sys.modules["own_steps"].step is sys.modules["own_steps.step"]
+    loop.train(run)
+    assert calls == ["generate", "train 1", "sync 1", "generate", "train 2", "sync 2"], "groups of earlier steps may"
+
+
+def test_a_run_trains_on_groups_of_its_own_only(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    for value in ("[Group(g[0].prompt, [])]", "[copy(g[0])]", "[*g, 1]"):
+        head = "from copy import copy\n\nfrom skyrl_mega.trajectories.trajectory import Group\n\n\ndef mine(plan):"
+        folder = tmp_path / str(len(value))
+        folder.mkdir()
+        run.config.run.loop = write(folder, f"g = plan.generate()\nplan.train({value})", head)
+        for start in (plan_trial.check, lambda config: loop.train(run)):
+            with pytest.raises(PlanFault, match=r"train is given a (group that generate of this run did not|int)"):
+                start(run.config)
+    assert calls == ["generate"] * 3
 
 
 def test_a_step_may_sync_and_evaluate_by_itself(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
