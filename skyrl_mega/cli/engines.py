@@ -46,6 +46,9 @@ def _run(argv: list[str]) -> int:
         count=getattr(args, "count", 1),
         node=args.node,
         endpoint=getattr(args, "endpoint", ""),
+        kind=getattr(args, "kind", ""),
+        sync=getattr(args, "sync", ""),
+        token_env=getattr(args, "token_env", ""),
         engines=tuple(getattr(args, "engines", ())),
         grace_s=grace_s,
     )
@@ -70,7 +73,12 @@ def _parser() -> Parser:
         command.add_argument("run", type=path_of, metavar="RUN_FOLDER", help="the folder of a running run, runs/<name>")
     adding.add_argument("--count", type=integer(1, MOST_ENGINES), default=1, help="number of engines (default 1)")
     adding.add_argument(
-        "--endpoint", default="", metavar="URL", help="a vLLM server to add as an engine (docs/elastic.md)"
+        "--endpoint", default="", metavar="URL", help="a server to add as an engine (docs/endpoints.md)"
+    )
+    adding.add_argument("--kind", default="", help="kind of the server: vllm (default), sglang, or a class of the run")
+    adding.add_argument("--sync", default="", help="how the server takes new weights: group, files or directory")
+    adding.add_argument(
+        "--token-env", default="", metavar="NAME", help="the run's environment variable with the server's API key"
     )
     removing.add_argument("engines", nargs="*", type=integer(0, 10**6), metavar="RANK", help="ranks of the engines")
     removing.add_argument("--grace", type=real(0, 86400), metavar="S", help="seconds for requests to finish")

@@ -149,12 +149,9 @@ class Fleet(SupervisedGroup):
             UserError: There is no such actor, or no other actor of the fleet would be left.
         """
         with self._lock:
-            if not 0 <= rank < len(self.states) or self.states[rank] is State.GIVEN_UP:
-                raise UserError(f"allowed is one of {self.ranks(*ALIVE)}", key="engine", value=rank)
+            self._check_leave([rank], last=not grace_s)
             if self.states[rank] not in ALIVE:
                 return
-            if grace_s and not set(self.ranks(State.UP, State.STARTING)) - {rank}:
-                raise UserError("no other engine runs; add an engine first", key="engine", value=rank)
             idle = self.states[rank] is not State.UP
             self.states[rank] = State.LEAVING
             self._current.discard(rank)
@@ -165,6 +162,24 @@ class Fleet(SupervisedGroup):
                 return
             starting = [f for f in (self._starting.pop(rank, None), self._ending.pop(rank, None)) if f is not None]
             self._threads.submit(self._depart, rank, cause, 0.0 if idle else grace_s, starting)
+
+    def check_leave(self, ranks: Sequence[int]) -> None:
+        """Checks that all of these actors may leave, before the first of them does.
+
+        Raises:
+            UserError: See `leave`.
+        """
+        with self._lock:
+            self._check_leave(ranks)
+
+    def _check_leave(self, ranks: Sequence[int], *, last: bool = False) -> None:
+        """Raises UserError for an unknown actor, and unless `last`, for the last ones. Expects the lock."""
+        for rank in ranks:
+            if not 0 <= rank < len(self.states) or self.states[rank] is State.GIVEN_UP:
+                raise UserError(f"allowed is one of {self.ranks(*ALIVE)}", key="engine", value=rank)
+        leaving = [rank for rank in ranks if self.states[rank] in ALIVE]
+        if leaving and not last and not set(self.ranks(State.UP, State.STARTING)) - {*leaving}:
+            raise UserError("no other engine runs; add an engine first", key="engine", value=leaving[0])
 
     def _join(self, rank: int) -> None:
         """Starts an added actor; ends the actor after an error."""

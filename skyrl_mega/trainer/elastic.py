@@ -22,9 +22,11 @@ from skyrl_mega.cluster.group import ActorSpec
 from skyrl_mega.cluster.placement import Slot
 from skyrl_mega.cluster.supervised_group import ALIVE, State
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.checks.engines import check_endpoints
 from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.refusals import raise_first
 from skyrl_mega.config.schema.elastic import ElasticConfig
+from skyrl_mega.config.schema.endpoints import KINDS, entries
 from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
 from skyrl_mega.engines.external.actor import ExternalEngine
 from skyrl_mega.engines.external.open import specs as external_specs
@@ -65,7 +67,8 @@ class ElasticEngines:
         spec_at: Returns how to start an engine of the run in a place.
         gpus: GPUs of an engine; 0 on CPUs.
         nodes: Lists the nodes of the cluster (`listed_nodes`).
-        endpoint_at: Returns how to use the server at a URL as an engine; raises UserError for an unusable URL.
+        endpoint_at: Returns how to use a server, an entry of `rollout.endpoints`, as an engine; raises UserError for an
+            unusable server.
         say: Prints a line.
     """
 
@@ -78,7 +81,7 @@ class ElasticEngines:
         gpus: int,
         *,
         nodes: Callable[[], Nodes],
-        endpoint_at: Callable[[str], ActorSpec],
+        endpoint_at: Callable[[Mapping[str, str]], ActorSpec],
         say: Callable[[str], None],
     ) -> None:
         self.fleet, self.settings, self.inbox, self.spec_at, self.gpus = fleet, settings, inbox, spec_at, gpus
@@ -131,6 +134,10 @@ class ElasticEngines:
         except (UserError, ClusterError) as error:
             self.inbox.answer(request, False, str(error))
             return
+        except Exception as error:  # of Ray, or a bug: the request has an answer, and later requests are carried out
+            self.inbox.answer(request, False, f"the run could not do it: {type(error).__name__}: {error}")
+            log.exception("a request for engines failed")
+            return
         names = ", ".join(f"{self.fleet.group.name}-{rank}" for rank in ranks) or "no engine"
         end = "starts, and serves after the next weight sync" if request.action == "add" else "gets no more requests"
         self.inbox.answer(request, True, f"{names} {end}")
@@ -146,12 +153,12 @@ class ElasticEngines:
             why = f"{len(self.joined)} engines have joined; allowed are {self.settings.most} (rollout.elastic.most)"
             raise UserError(why, key="--count", value=request.count)
         if request.endpoint:
-            return [self.fleet.add(self.endpoint_at(request.endpoint))]
+            return [self.fleet.add(self.endpoint_at(request.entry))]
         slot = self._slot(self._node_at(request.node) if request.node else None)
         return [self.fleet.add(self.spec_at(slot)) for _ in range(request.count)]
 
     def _remove(self, request: EngineRequest) -> list[int]:
-        """Takes the engines of a request out of the fleet and returns the ranks.
+        """Takes the engines of a request, all or none, out of the fleet and returns the ranks.
 
         Raises:
             UserError: An engine is unknown, or the last one, or no engine runs on the node.
@@ -162,6 +169,7 @@ class ElasticEngines:
             if not ranks:
                 raise UserError("no engine runs there", key="--node", value=request.node)
         grace_s = self.settings.grace_s if request.grace_s is None else request.grace_s
+        self.fleet.check_leave(ranks)
         for rank in ranks:
             # At least a moment: without any the fleet would not protect the last engine.
             self.fleet.leave(rank, "removed by the command", max(0.001, grace_s))
@@ -272,18 +280,26 @@ def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
             ask_autoscaler(settings.resource, 0, gpus)
 
 
-def endpoint_spec(setup: Setup, url: str) -> ActorSpec:
-    """Returns how to use the server at a URL as an engine, like an entry of `rollout.endpoints` with this URL alone: a
-    vLLM server.
+def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
+    """Returns how to use a server as an engine, like an entry of `rollout.endpoints`.
+
+    Args:
+        setup: The run's settings and model.
+        entry: The server; a class of the user must be one of `rollout.endpoints`, because a file in the run's folder
+            must not choose the code that the run executes.
 
     Raises:
-        UserError: The URL is not allowed.
+        UserError: The entry is not allowed, or the environment variable of the API key is not set.
     """
-    entry = {"url": url}
+    rollout = setup.config.rollout
     raise_first(setup.config, endpoint_refusals([entry]))
-    rollout = replace(setup.config.rollout, endpoints=[entry])
-    vocab = architecture(setup.hf).describe(setup.hf).vocab
-    (spec,) = external_specs(replace(setup.config, rollout=rollout), vocab)
+    kind = entry.get("kind", KINDS[0])
+    if kind not in KINDS and kind not in [known.kind for known in entries(rollout.endpoints)]:
+        why = f"allowed is {', '.join(KINDS)}, or a class that rollout.endpoints of the run names"
+        raise UserError(why, key="--kind", value=kind)
+    config = replace(setup.config, rollout=replace(rollout, endpoints=[{**entry}]))
+    check_endpoints(config)
+    (spec,) = external_specs(config, architecture(setup.hf).describe(setup.hf).vocab)
     return ActorSpec(ExternalEngine, {"spec": spec})
 
 

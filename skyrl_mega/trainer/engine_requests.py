@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,22 @@ class EngineRequest:
     """Address of the node of the engines to add or remove; empty means any node, or the engines of `engines`."""
     endpoint: str = ""
     """URL of a server to add as an engine; empty starts an engine of the run."""
+    kind: str = ""
+    """Kind of the server (`EndpointConfig.kind`); empty takes the default."""
+    sync: str = ""
+    """How the server takes new weights (`EndpointConfig.sync`); empty takes the default."""
+    token_env: str = ""
+    """Name of the run's environment variable with the server's API key; empty sends no key."""
     engines: tuple[int, ...] = ()
     """Ranks of the engines to remove."""
     grace_s: float | None = None
     """Seconds for requests of removed engines to finish; None takes `rollout.elastic.grace_s`."""
+
+    @property
+    def entry(self) -> dict[str, str]:
+        """The server as an entry of `rollout.endpoints`."""
+        given = {"url": self.endpoint, "kind": self.kind, "sync": self.sync, "token_env": self.token_env}
+        return {name: value for name, value in given.items() if value}
 
     @classmethod
     def parse(cls, content: bytes) -> EngineRequest:
@@ -84,7 +96,7 @@ class EngineRequest:
     def check(self) -> None:
         """Raises Malformed if a field has the wrong type or size."""
         whole = [self.count, *self.engines]
-        texts = [self.id, self.action, self.node, self.endpoint]
+        texts = [self.id, self.action, self.node, self.endpoint, self.kind, self.sync, self.token_env]
         if any(type(number) is not int or not 0 <= number < MOST_ENGINES * 1000 for number in whole):
             raise Malformed("a number of engines, or a rank, is no whole number from 0 on")
         if not all(isinstance(text, str) and len(text) <= 2048 and text.isprintable() for text in texts):
@@ -93,13 +105,18 @@ class EngineRequest:
             raise Malformed(f"allowed is to add or to remove, at most {MOST_ENGINES} engines")
         if self.action == "remove" and bool(self.node) == bool(self.engines):
             raise Malformed("allowed is to remove engines by ranks, or by the address of a node")
+        if self.entry and not self.endpoint:
+            raise Malformed("kind, sync and token_env belong to a server; give its URL (endpoint)")
+        if self.endpoint and (self.action, self.count, self.node) != ("add", 1, ""):
+            raise Malformed("allowed is to add a server without count and node")
         if self.grace_s is not None and (type(self.grace_s) not in (int, float) or not 0 <= self.grace_s <= 86400):
             raise Malformed("grace_s is no number of seconds, at most a day")
 
 
 @dataclass
 class Inbox:
-    """The driver's end of the requests.
+    """The driver's end of the requests. Refuses the requests that it finds: they were meant for an earlier run in this
+    folder.
 
     Args:
         folder: The run's folder.
@@ -117,12 +134,14 @@ class Inbox:
     def __post_init__(self) -> None:
         self.folder = self.folder / FOLDER
         self.folder.mkdir(exist_ok=True)
+        while earlier := [*self.take()]:
+            for request in earlier:
+                self.answer(request, False, "the request is older than this start of the run; give the command again")
 
-    def take(self) -> list[EngineRequest]:
-        """Removes and returns the requests that have arrived, in the order of their names. Other files stay, and are
-        reported once."""
+    def take(self) -> Iterator[EngineRequest]:
+        """Removes and yields the requests that have arrived, in the order of their names; a request stays until its
+        turn. Other files stay, and are reported once."""
         names = sorted(name for name in os.listdir(self.folder) if NAME.fullmatch(name) and name not in self._refused)
-        requests = []
         for name in names[:MOST_FILES]:
             try:
                 content = _read_own(self.folder / name)
@@ -130,13 +149,13 @@ class Inbox:
                 if name != f"request-{request.id}.json":
                     raise Malformed("its id is not the file's name")
                 os.unlink(self.folder / name)
-                requests.append(request)
             except FileNotFoundError:  # withdrawn
                 continue
             except (Malformed, OSError) as error:
                 self._refused.add(name)
                 self.say(f"{self.folder / name} is no request for engines, and stays: {one_line(str(error), 200)}")
-        return requests
+                continue
+            yield request
 
     def answer(self, request: EngineRequest, ok: bool, text: str) -> None:
         """Records the answer to a request; `write` delivers the answer."""
@@ -164,6 +183,8 @@ def read_state(run: Path) -> dict[str, Any]:
     Raises:
         UserError: The run accepts no requests, or has not started.
     """
+    if not run.is_dir():
+        raise UserError("the folder does not exist", key=run, fix="give the folder of a running run, runs/<name>")
     if not (run / FOLDER / STATE).exists():
         raise UserError(
             "this run has written no list of its engines; engines join and leave with rollout.elastic.most above 0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -340,6 +341,18 @@ def test_an_actor_joins_serves_and_leaves_after_its_calls(fleet: Fleet, tmp_path
         fleet.leave(rank, "its node left the cluster", 0.0)
     with pytest.raises(ActorFailed, match="its node left the cluster"):
         fleet.ensure_running()
+
+
+def test_several_actors_leave_only_if_another_one_stays() -> None:
+    fleet = Fleet.__new__(Fleet)
+    fleet._lock = threading.RLock()
+    fleet.states = [State.UP, State.STARTING, State.JOINING, State.GONE]
+    fleet.check_leave([0, 2, 3])
+    fleet.check_leave([3])
+    with pytest.raises(UserError, match=r"engine = 9: allowed is one of \[0, 1, 2\]"):
+        fleet.check_leave([0, 9])
+    with pytest.raises(UserError, match="no other engine runs"):
+        fleet.check_leave([0, 1])
 
 
 def test_a_joined_actor_that_fails_never_ends_the_run(fleet: Fleet, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,11 @@ from skyrl_mega.cluster.supervised_group import State
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.config.schema.elastic import ElasticConfig
-from skyrl_mega.trainer.elastic import FAILED_STARTS, ElasticEngines, refuse_private_cluster
-from skyrl_mega.trainer.engine_requests import FOLDER, FORMAT, MOST_BYTES, Inbox
+from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.trainer.elastic import FAILED_STARTS, ElasticEngines, endpoint_spec, refuse_private_cluster
+from skyrl_mega.trainer.engine_requests import ANSWERS, FOLDER, FORMAT, MOST_BYTES, MOST_FILES, Inbox, read_state
 
 A, B = "a" * 56, "b" * 56
 """Ids of nodes."""
@@ -55,9 +58,12 @@ class Fleet:
         self.specs.append(spec)
         return rank
 
+    def check_leave(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank >= len(self.states):
+                raise UserError("there is no such engine", key="engine", value=rank)
+
     def leave(self, rank: int, cause: str, grace_s: float) -> None:
-        if rank >= len(self.states):
-            raise UserError("there is no such engine", key="engine", value=rank)
         self.states[rank], self.left_with[rank] = State.GONE, grace_s
 
 
@@ -81,11 +87,11 @@ class Case:
         )
         self.look()
 
-    def endpoint_at(self, url: str) -> ActorSpec:
+    def endpoint_at(self, entry: Mapping[str, str]) -> ActorSpec:
         """Accepts a server of https only."""
-        if not url.startswith("https://"):
-            raise UserError("allowed is https", key="url", value=url)
-        return ActorSpec(list)
+        if not entry["url"].startswith("https://"):
+            raise UserError("allowed is https", key="url", value=entry["url"])
+        return ActorSpec(list, {"spec": entry})
 
     def look(self) -> None:
         self.engines._look()
@@ -114,11 +120,17 @@ def test_the_command_adds_removes_and_lists(tmp_path: Path, capsys: pytest.Captu
     assert code == 2 and "allowed is one of 10.0.0.1" in text
     code, text = case.command(capsys, "add", "--endpoint", "http://127.0.0.1:1")
     assert code == 2 and "url = http://127.0.0.1:1: allowed is https" in text
+    code, text = case.command(capsys, "add", "--kind", "sglang")
+    assert code == 2 and "kind, sync and token_env belong to a server" in text
+    code, text = case.command(capsys, "add", "--endpoint", "https://a", "--count", 2)
+    assert code == 2 and "allowed is to add a server without count and node" in text
     code, text = case.command(capsys, "remove", 1, "--grace", 7)
     assert code == 0 and text == "engine-1 gets no more requests\n"
     assert case.fleet.left_with == {1: 7.0}
     code, text = case.command(capsys, "remove", 9)
     assert code == 2 and "there is no such engine" in text
+    code, text = case.command(capsys, "remove", 2, 9)
+    assert code == 2 and "there is no such engine" in text and case.fleet.left_with == {1: 7.0}, "all or none"
     case.look()
     assert main(["list", str(tmp_path)]) == 0
     out = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -126,7 +138,66 @@ def test_the_command_adds_removes_and_lists(tmp_path: Path, capsys: pytest.Captu
     assert sorted(os.listdir(tmp_path / FOLDER)) == ["state.json"], "requests are gone"
 
 
+def test_a_server_joins_with_its_key_and_its_way_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(tmp_path)
+    words = ["--endpoint", "https://a", "--kind", "sglang", "--sync", "directory", "--token-env", "KEY"]
+    assert case.command(capsys, "add", *words)[0] == 0
+    entry = {"url": "https://a", "kind": "sglang", "sync": "directory", "token_env": "KEY"}
+    assert case.fleet.specs[-1].arguments == {"spec": entry}
+    assert case.command(capsys, "add", "--endpoint", "https://b")[0] == 0
+    assert case.fleet.specs[-1].arguments == {"spec": {"url": "https://b"}}
+
+
+def test_a_server_by_the_command_is_checked_like_an_entry_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(None, ["model.path=x", "data.train=[x.parquet]", "cluster.device=cpu"])
+    setup: Any = SimpleNamespace(config=config, hf=hf_config(BuildConfig()))
+    url = {"url": "http://127.0.0.1:1"}
+    for entry, error in (
+        ({"url": "ftp://a"}, "rollout.endpoints.0.url = ftp://a"),
+        ({**url, "kind": "vlm"}, "allowed is vllm, sglang"),
+        ({**url, "kind": "sglang", "sync": "group"}, "kind=sglang takes weights by directory"),
+        ({**url, "token_env": "NO_SUCH_KEY"}, "the environment variable has no API key"),
+        ({**url, "kind": "mine.py:Server"}, "or a class that rollout.endpoints of the run names"),
+    ):
+        with pytest.raises(UserError) as refused:
+            endpoint_spec(setup, entry)
+        assert error in str(refused.value)
+    monkeypatch.setenv("A_KEY", "secret")
+    spec = endpoint_spec(setup, {**url, "kind": "sglang", "token_env": "A_KEY"}).arguments["spec"]
+    assert (spec.kind, spec.sync, spec.address.token) == ("sglang", "directory", "secret")
+    config.rollout.endpoints = [{"url": "http://b:1", "kind": "mine.py:Server"}]
+    assert endpoint_spec(setup, {**url, "kind": "mine.py:Server"}).arguments["spec"].kind == "mine.py:Server"
+
+
+def test_an_unexpected_error_refuses_its_own_request_only(tmp_path: Path) -> None:
+    case, name = Case(tmp_path), "request-{:016x}.json".format
+    good = {"format": FORMAT, "action": "add"}
+    for number, more in enumerate(({"node": "10.0.0.1"}, {})):
+        request = {**good, **more, "id": f"{number:016x}"}
+        (tmp_path / FOLDER / name(number)).write_text(json.dumps(request))
+    case.engines._node_at = lambda address: str(1 // 0)  # type: ignore[method-assign]
+    case.look()
+    answers = case.engines.inbox.answers
+    assert [answer["ok"] for answer in answers.values()] == [False, True]
+    assert "ZeroDivisionError" in answers[f"{0:016x}"]["text"] and case.fleet.states == [State.UP, State.JOINING]
+
+
+def test_a_request_left_by_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    for number in range(MOST_FILES + 1):
+        request = {"format": FORMAT, "id": f"{number:016x}", "action": "remove", "engines": [0]}
+        (tmp_path / FOLDER / f"request-{number:016x}.json").write_text(json.dumps(request))
+    case = Case(tmp_path)
+    assert case.fleet.states == [State.UP] and os.listdir(tmp_path / FOLDER) == ["state.json"]
+    answers = read_state(tmp_path)["answers"].values()
+    assert len(answers) == ANSWERS and all("older than this start" in answer["text"] for answer in answers)
+
+
 def test_without_an_answer_the_request_is_withdrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path / "nothing")]) == 2
+    assert "the folder does not exist" in capsys.readouterr().err
     assert main(["add", str(tmp_path)]) == 2
     assert "rollout.elastic.most above 0" in capsys.readouterr().err
     case = Case(tmp_path)
