@@ -82,15 +82,16 @@ def synchronous(config: Config) -> Choice:
 def modes(
     config: Config, split: Change, hf: Mapping[str, Any], *, splits_fit: bool = True
 ) -> Iterator[Choice | Refused]:
-    """Yields the given settings with their asynchrony, if any, then each of `MODES` in a split.
+    """Yields the given settings if they are asynchronous, then each of `MODES` in a split.
 
-    Modes that cannot run are `Refused`.
+    Modes that cannot run, or with a `max_staleness` above `MOST_SIMULATED`, are `Refused`.
 
     Args:
         config: The given settings.
         split: Changes of settings that divide the GPUs.
         hf: The model's config.json.
-        splits_fit: False if no split of the GPUs fits. On shared GPUs every asynchronous mode is then `Refused`.
+        splits_fit: False if no split of the GPUs fits. On shared GPUs every asynchronous mode is then `Refused`,
+            and `off` is left out.
     """
     mode, most = config.asynchrony.mode, config.asynchrony.max_staleness
     if mode != "off" and most > MOST_SIMULATED:

@@ -62,7 +62,7 @@ class ActorFailed(Fault):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of the fault, as JSON values."""
+        """The facts of the fault, as JSON values: `actor` (the name), `rank`, `method`, `cause` and `log`."""
         return {"actor": self.actor, "rank": self.rank, "method": self.method, "cause": self.cause, "log": self.log}
 
 

@@ -21,6 +21,11 @@ def heads_of_whole_row(parts: Sequence[Tensor], global_L: Tensor, group: Process
 
     All tensors travel in a single message to each rank. A collective of the context ranks, forward and backward.
 
+    Args:
+        parts: Tensors of this rank's tokens.
+        global_L: [T], for each token of the row its index in the concatenation of the ranks' parts.
+        group: The context ranks.
+
     Raises:
         ValueError: The ranks cannot split the heads of a tensor evenly.
     """

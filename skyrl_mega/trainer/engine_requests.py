@@ -158,7 +158,7 @@ class Inbox:
             yield request
 
     def answer(self, request: EngineRequest, ok: bool, text: str) -> None:
-        """Records the answer to a request; `write` delivers the answer."""
+        """Records the answer to a request, and keeps the newest `ANSWERS`; `write` delivers the answers."""
         self.answers[request.id] = {"ok": ok, "text": text}
         while len(self.answers) > ANSWERS:
             del self.answers[next(iter(self.answers))]

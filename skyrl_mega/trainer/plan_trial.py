@@ -31,7 +31,8 @@ class _NotRunnableHere(Exception):
 
 
 class TrialPlan:
-    """A `StepPlan` with stand-ins: the same methods and the same order, without effect.
+    """A `StepPlan` with stand-ins: the same methods and the same order, without effect. A call at the wrong time, or
+    with something wrong, raises PlanFault.
 
     Args:
         config: The settings.
@@ -58,7 +59,7 @@ class TrialPlan:
         return self._order.hand_out(groups)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Checks the groups."""
+        """Checks the order, and that the value is a list of groups; the list may be empty."""
         self._order.train(groups)
         self._order.recorded = True
 

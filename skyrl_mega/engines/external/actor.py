@@ -67,6 +67,9 @@ class ExternalEngine:
     async def start(self, former: Facts | None = None) -> Facts:
         """Waits, without limit, until the server answers; checks model and first tokens, and returns the facts.
 
+        Args:
+            former: Not used: the server keeps its own cache.
+
         Raises:
             UserError: The server has another model, or lacks what its way of weights needs.
         """
@@ -220,7 +223,11 @@ class ExternalEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker of the server to the process group of weight transfers."""
+        """Connects every worker of the server to the process group of weight transfers.
+
+        Raises:
+            RuntimeError: The server loads a directory.
+        """
         await self._receiving().connect(info)
 
     async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
@@ -247,13 +254,20 @@ class ExternalEngine:
         """Does nothing: nothing was asleep."""
 
     async def begin_update(self) -> None:
-        """Pauses the server and opens its workers' parameters for writing."""
+        """Pauses the server; opens the parameters of workers that receive their shards for writing."""
         await self.pause()
         if self.receiver is not None:
             await self.receiver.begin()
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights from the policy ranks, or loads what `fetch_weights` named."""
+        """Receives weights from the policy ranks, or loads the directory that `fetch_weights` named.
+
+        Args:
+            checksums: As in `Engine.update_weights`; a directory is loaded without.
+
+        Raises:
+            RuntimeError: `fetch_weights` named no directory.
+        """
         if self.receiver is not None:
             await self.receiver.receive(checksums)
             return
@@ -290,6 +304,7 @@ class ExternalEngine:
 
         Raises:
             ServerGone: The server failed.
+            ServerRefused: The server refuses a request.
         """
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         # Past the limit of requests at once: those under way may take long.

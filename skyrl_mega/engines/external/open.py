@@ -158,8 +158,8 @@ async def ready(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
 
 
 async def examine(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
-    """Checks that a server serves a model as large as the run's, has what its way of weights needs, and returns
-    tokens with log-probs; returns its facts.
+    """Checks a server and returns its facts: it has what its way of weights needs, and returns tokens with log-probs.
+    As far as it states them, its vocabulary is the policy's, and its maximum length is enough for the run.
 
     Raises:
         UserError: The server does not fit the run.

@@ -143,7 +143,8 @@ class ReceivingServer(DescribedServer, Protocol):
         """Abandons an update in every worker, and leaves the process group."""
 
     async def compare(self) -> list[dict[str, Any]]:
-        """Compares every worker's weights with the policy's (`Engine.check_weights`)."""
+        """Returns each worker's comparison with the policy's weights: `parameters`, `bytes` and `different`. If
+        `sync` is `group`, the policy ranks must send at the same time (`Engine.check_weights`)."""
 
     async def probe(self) -> None:
         """Waits for an answer of every worker."""

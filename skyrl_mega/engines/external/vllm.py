@@ -36,7 +36,7 @@ DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 (docs/endpoints.md)"
 
 
 class VllmServer(HttpServer):
-    """The client of a vLLM server; implements `server.ReceivingServer`.
+    """The client of a vLLM server; implements `server.ReceivingServer`, which has more about each method.
 
     Args:
         address: The server.
@@ -75,10 +75,16 @@ class VllmServer(HttpServer):
 
     async def describe(self, vocab: int) -> ServerFacts:
         """Asks for the model's limits and for the configuration, which shows the plug-in. The configuration does not
-        show the vocabulary: the server must accept the last token id as a prompt, and refuse the next.
+        show the vocabulary: the server must accept the last token id as a prompt, and refuse the next; else the fact
+        `vocab` is -1.
+
+        Args:
+            vocab: Number of token ids of the policy's model.
 
         Raises:
-            ServerRefused: The server is no vLLM, not in development mode, or does not take tokens.
+            ServerRefused: The server is no vLLM, not in development mode, has another `logprobs_mode` than
+                `processed_logprobs`, or does not take tokens or the last token id.
+            ServerGone: The server does not answer, or in an unknown form.
         """
         models = await self.get("/v1/models")
         try:

@@ -452,8 +452,8 @@ class VllmEngine:
             await self.resume()
 
     async def begin_update(self) -> None:
-        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights`.
-        `update_weights` and `end_update`, or `abandon_update`, must follow.
+        """Pauses the engine and opens every worker's parameters for writing; to be called after `connect_weights` or
+        `fetch_weights`. `update_weights` and `end_update`, or `abandon_update`, must follow.
 
         Raises:
             NotReady: The weights are asleep.
@@ -464,8 +464,9 @@ class VllmEngine:
         await self._await_vllm(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights from the policy ranks after `begin_update`; returns when the weights of all workers are
-        complete. All policy ranks and engines of the group must exchange at the same time.
+        """Receives weights from the policy ranks, or takes those of `fetch_weights`, after `begin_update`; returns
+        when the weights of all workers are complete. All policy ranks and engines of a group must exchange at the same
+        time.
 
         Args:
             checksums: True to verify each part after arrival; the same in the policy ranks.
@@ -499,7 +500,12 @@ class VllmEngine:
 
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
-        which needs `connect_weights` first, the engine stays paused, and a new request raises NotReady."""
+        which needs `connect_weights` or `fetch_weights` first, the engine stays paused, and a new request raises
+        NotReady.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+        """
         self.presence.defined = False
         await self.workers("abandon_update")
 

@@ -63,7 +63,8 @@ class Trial:
         self.drafting, self.left = self.best, HOLD
 
     def seconds(self, drafting: bool) -> float:
-        """Returns the measured seconds per token of a sequence. The median of the steps ignores a pause."""
+        """Returns the measured seconds per token of a sequence, with or without drafts; at least one step must be
+        measured. The median of the steps ignores a pause."""
         steps = self.steps[drafting]
         return median(seconds for seconds, _ in steps) / fmean(tokens for _, tokens in steps)
 

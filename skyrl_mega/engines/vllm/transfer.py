@@ -100,8 +100,9 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives all parts of this worker's weights; a layer is installed when complete. To be called after
-        `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must follow.
+        """Receives all parts of this worker's weights, or takes the downloaded weights; a layer is installed when
+        complete. To be called after `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must
+        follow.
 
         Raises:
             RuntimeError: Neither `init_transfer_engine` nor `WorkerExtension.start_fetch` was called before.
@@ -149,7 +150,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def abandon(self) -> None:
         """Leaves in the middle of an update. The weights are unusable until the end of another update, which needs
-        `init_transfer_engine` first."""
+        `init_transfer_engine` or `WorkerExtension.start_fetch` first."""
         self.shutdown()
         self.parameters.abandon()
 

@@ -235,7 +235,12 @@ def use_own_interpreter() -> None:
 
 
 def has_packages(script: str) -> bool:
-    """Returns True if all packages in a script's header (PEP 723) are installed, in the requested versions."""
+    """Returns True if all packages in a script's header (PEP 723) are installed, in the requested versions; also
+    without a header.
+
+    Args:
+        script: The script's text.
+    """
     import tomllib  # Python 3.11, as verifiers 0.4 itself
 
     from packaging.requirements import Requirement

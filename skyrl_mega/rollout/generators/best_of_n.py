@@ -21,7 +21,8 @@ class BestOfN(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the answers with the highest and the lowest rewards."""
+        """Samples at least `group.samples` answers and returns `group.samples`, by rising reward: the lowest half, then
+        the highest half, which has one more if the number is odd."""
         n = max(self.options["n"], group.samples)
         answers = await asyncio.gather(*(self._answer(service, i % group.samples) for i in range(n)))
         ranked = sorted(answers, key=lambda answer: answer.reward)

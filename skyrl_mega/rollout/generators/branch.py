@@ -102,7 +102,7 @@ class Branch:
 
     @property
     def text(self) -> str:
-        """Text of the turn in progress, or of the last turn, without the end-of-turn token."""
+        """Text of the turn in progress, or of the last turn, without the end-of-turn token; "" before the first."""
         return self.service.agent.chat.text(self.turn_tokens)
 
     @property

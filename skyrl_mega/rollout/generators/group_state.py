@@ -85,10 +85,10 @@ class GroupState:
             self.until = time.perf_counter() + self.limits.trajectory_timeout_s
 
     def count(self, tokens: int) -> int:
-        """Counts a request and its sampled tokens, and returns the number of the request.
+        """Counts a request and its sampled tokens, and returns the number of the request, from 1.
 
         Raises:
-            GeneratorFault: The group has used its requests.
+            GeneratorFault: The group has made more than `MOST_REQUESTS` requests.
         """
         self.sampled += tokens
         self._requests += 1

@@ -33,7 +33,8 @@ def create(rollout: RolloutConfig) -> TrajectoryGenerator | None:
     """Returns the generator of `rollout.generator`; None for the built-in agent loop.
 
     Raises:
-        UserError: The name is unknown, the import fails, the class is no generator, or an option is invalid.
+        UserError: The name is unknown, the import fails, the class is no generator, its constructor raises, or an
+            option is invalid.
     """
     if rollout.generator is None:
         return None

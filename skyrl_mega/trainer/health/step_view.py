@@ -186,8 +186,15 @@ def metric_of(row: Row, name: str) -> float | None:
 
 
 def repeatedly_above(view: StepView, name: str, far: float, at_all: float) -> bool:
-    """Returns True if a step's metric is at least `at_all`, or is at least `far` in this step and in another of its
-    `NEAR_STEPS` newest values."""
+    """Returns True if a metric is at least `at_all` in this step, or at least `far` in this step and in another of the
+    `NEAR_STEPS` newest values, this step's included. False without a value in this step.
+
+    Args:
+        view: This step and the steps before.
+        name: Name of the metric.
+        far: Bound for two steps.
+        at_all: Bound for this step alone; at least `far`.
+    """
     now = view.metric(name)
     if now is None or now < far:
         return False

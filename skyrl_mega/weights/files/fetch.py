@@ -131,7 +131,8 @@ class Reader:
         return report
 
     def stop(self) -> None:
-        """Ends a fetch in another thread, at its next range, with a StoreError; the next fetch resumes."""
+        """Ends a running fetch of another thread, at its next range, with a StoreError; the next fetch resumes. No
+        effect without a running fetch."""
         self._stopped.set()
 
     def close(self) -> None:
