@@ -245,6 +245,16 @@ def test_another_models_files_are_refused(tmp_path: Path, generator: torch.Gener
         worker.fetch(policy.folder, policy.publish(random_weights(HF, generator)))
 
 
+def test_a_rank_that_cannot_write_its_layout_tries_again(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, weights = policy_of(tmp_path), random_weights(HF, generator)
+    (worker,) = workers(HF, 1)
+    fail_once(monkeypatch)
+    worker.fetch(policy.folder, policy.publish(weights))
+    assert worker.has(weights)
+
+
 def test_a_rank_that_cannot_write_changes_writes_everything(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +262,15 @@ def test_a_rank_that_cannot_write_changes_writes_everything(
     (worker,) = workers(HF, 1)
     worker.fetch(policy.folder, policy.publish(weights))
     step(weights, 0.02, generator)
+    fail_once(monkeypatch)
+    name = policy.publish(weights)
+    assert [report.changed == report.elements for report in policy.reports] == [True, False, False, False]
+    worker.fetch(policy.folder, name)
+    assert worker.has(weights)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the next write to any folder fail."""
     write, failures = FolderStore.writing, iter([True])
 
     def fails_once(self: FolderStore, key: str) -> Any:
@@ -261,10 +280,6 @@ def test_a_rank_that_cannot_write_changes_writes_everything(
 
     monkeypatch.setattr(FolderStore, "writing", fails_once)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    name = policy.publish(weights)
-    assert [report.changed == report.elements for report in policy.reports] == [True, False, False, False]
-    worker.fetch(policy.folder, name)
-    assert worker.has(weights)
 
 
 # ---- readers that die, files that are old --------------------------------------------------------------------------

@@ -46,7 +46,7 @@ BUCKET_BYTES = 64 << 20
 THREADS = 4
 """Threads of a rank that compare and compress chunks."""
 ATTEMPTS = 3
-"""Attempts to write a rank's object."""
+"""Attempts to write a rank's objects."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, params: Mapping[str, Tensor], name: str, base: str) -> PublishReport:
-        """Writes this rank's object of a publication. A collective of all ranks with an FP8 wire.
+        """Writes this rank's object of a publication, and before the first one the rank's layout. A collective of all
+        ranks with an FP8 wire.
 
         A rank that has not kept the bytes of `base`, or fails to write changes, writes all of its chunks in full; the
         forms of the chunks say so, and a reader takes either.
@@ -184,12 +185,13 @@ class Publisher:
         """
         if self._scales is not None:
             self._scales.compute(params)
-        if self._layout is None:
-            data, self._layout = layout_data(self.chunks)
-            self.store.write(layout_key(self.publication.publisher, self.rank), data)
         for attempt in range(1, ATTEMPTS + 1):
             relative, self._base = bool(base) and base == self._base, ""
             try:
+                if self._layout is None:
+                    data, layout = layout_data(self.chunks)
+                    self.store.write(layout_key(self.publication.publisher, self.rank), data)
+                    self._layout = layout
                 report = self._write(params, f"{name}/rank-{self.rank:05d}", relative)
             except StoreError:
                 if attempt == ATTEMPTS:
