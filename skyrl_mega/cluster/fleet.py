@@ -146,7 +146,7 @@ class Fleet(SupervisedGroup):
                 for a lost node.
 
         Raises:
-            UserError: There is no such actor, or no other actor of the fleet would be left.
+            UserError: There is no such actor, or with a grace time no other actor of the fleet would be left.
         """
         with self._lock:
             self._check_leave([rank], last=not grace_s)
@@ -286,7 +286,8 @@ class Fleet(SupervisedGroup):
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an actor out of service, ends its processes and starts a replacement in the background, without
-        waiting. Does nothing if a replacement is starting already.
+        waiting. Does nothing if a replacement is starting already. A joined actor leaves instead if it never served, or
+        its budget is used up.
 
         Args:
             rank: The actor's rank.

@@ -66,7 +66,7 @@ class ActorSpec:
 
 
 class ActorGroup:
-    """Actors by rank. A rank is never reused: an actor added later gets the next rank."""
+    """Actors by rank; `spawn` starts a group. A rank is never reused: an actor added later gets the next rank."""
 
     def __init__(self, name: str, actors: list[Any], placement: Placement | None = None) -> None:
         self.name, self.actors, self.placement = name, actors, placement

@@ -34,7 +34,8 @@ def speculative_config(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def draft_method(rollout: RolloutConfig) -> str:
-    """Returns vLLM's name of the method of draft tokens: `ngram`, `suffix` or `draft_model`; "" without drafts."""
+    """Returns vLLM's name of the method of draft tokens: `ngram`, `suffix`, `draft_model`, or the method given in
+    `rollout.options.speculative_config`; "" without drafts."""
     return str(speculative_config(rollout).get("method", ""))
 
 

@@ -38,4 +38,4 @@ GPUS: Mapping[str, GpuFigures] = {
     "L40S": _gpu(44.4, 362.0, 864.0, 32.0, "L40S"),
     "L4": _gpu(22.0, 121.0, 300.0, 32.0, "L4"),
 }
-"""Name → figures: SXM modules of H100, H200, A100 (80 GB, 40 GB) and B200, and the PCIe cards L40S and L4."""
+"""Name → figures: SXM modules of H100, H200, H20, A100 (80 GB, 40 GB) and B200, and the PCIe cards L40S and L4."""

@@ -96,12 +96,12 @@ class ElasticEngines:
         self._thread = threading.Thread(target=self._watch, name="elastic-engines", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Handles requests and nodes once, and starts the thread."""
         self._look()  # the command finds the state from the first step on
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and waits for the end of the present look."""
+        """Ends the thread, and waits at most ten times `LOOK_EVERY_S` for the present look. The engines stay."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10 * LOOK_EVERY_S)
@@ -305,7 +305,7 @@ def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
 
 def listed_nodes(resource: str | None) -> Nodes:
     """Returns the live nodes of the Ray cluster, each with the number of engines that it offers: its units of the
-    resource."""
+    resource; 0 without a resource."""
     import ray
 
     return {
@@ -316,8 +316,8 @@ def listed_nodes(resource: str | None) -> Nodes:
 
 
 def ask_autoscaler(resource: str, engines: int, gpus: int) -> None:
-    """Asks Ray's autoscaler for nodes with room for a number of engines; 0 withdraws the request. A cluster without an
-    autoscaler ignores the request."""
+    """Asks Ray's autoscaler for nodes with room for a number of engines; replaces an earlier request, and 0 withdraws
+    it. A cluster without an autoscaler ignores the request."""
     from ray.autoscaler.sdk import request_resources
 
     bundle = {resource: 1.0} | ({"GPU": gpus} if gpus else {})

@@ -178,10 +178,10 @@ class Inbox:
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """Returns the state written by the driver of a run.
+    """Returns the state written by the driver of a run: `most`, `engines` and `answers`, as `Inbox.write` puts them.
 
     Raises:
-        UserError: The run accepts no requests, or has not started.
+        UserError: The run accepts no requests, has not started, or wrote a state that cannot be read.
     """
     if not run.is_dir():
         raise UserError("the folder does not exist", key=run, fix="give the folder of a running run, runs/<name>")
@@ -199,7 +199,8 @@ def read_state(run: Path) -> dict[str, Any]:
 
 def send(run: Path, request: EngineRequest, wait_s: float) -> tuple[bool, str]:
     """Leaves a request in a run's folder, waits for the answer of the driver and returns the answer: True if the
-    request was accepted, and a sentence. After `wait_s` seconds without an answer, withdraws the request.
+    request was accepted, and a sentence. After `wait_s` seconds without an answer, withdraws the request; if the driver
+    has taken it meanwhile, returns True and a sentence that says so.
 
     Raises:
         UserError: The run accepts no requests, the folder cannot be written, or there was no answer.

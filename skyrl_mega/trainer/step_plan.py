@@ -53,7 +53,7 @@ class StepPlan:
         of the data, or if dynamic sampling finds no signal. A requested end of the run abandons the step here.
 
         Raises:
-            PlanFault: The step has trained already, or `asynchrony.mode` is `one_step` and the step has its groups.
+            PlanFault: The step has trained or evaluated, or has its groups and `asynchrony.mode` is `one_step`.
             ActorFailed, UserError: See `Rollouts.next_groups`.
         """
         self._order.generate()
@@ -64,8 +64,8 @@ class StepPlan:
         `data.mini_batch_prompts`. Does nothing without groups. The metrics of a second call replace those of the first.
 
         Raises:
-            PlanFault: The value is no list of groups that `generate` of this run returned, or nothing was generated in
-                this step.
+            PlanFault: The value is no list of groups that `generate` of this run returned, nothing was generated in
+                this step, or the engines already have weights of this step.
             EngineDiffers, ActorFailed, ClusterError, UserError: See `loop.train`.
         """
         self._order.train(groups)
@@ -93,6 +93,7 @@ class StepPlan:
         """Syncs if needed, and scores the evaluation prompts: `eval/…`. Without this call `evaluation.every` decides.
 
         Raises:
+            PlanFault: Nothing was generated in this step.
             ActorFailed, UserError: See `Run.evaluate`.
         """
         self._record_rollouts()
@@ -101,11 +102,11 @@ class StepPlan:
         self.run.evaluate(self.step)
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics, by full name such as `mine/share`, to the step's row."""
+        """Sets metrics, by full name such as `mine/share`, in the step's row; replaces earlier values of the name."""
         self.step.record(dict(metrics))
 
     def sync_if_trained(self) -> None:
-        """Syncs unless the engines have the policy's weights."""
+        """Syncs unless the engines have the policy's weights; raises as `sync`."""
         if self._order.stale:
             self.sync()
 

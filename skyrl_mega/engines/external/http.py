@@ -42,11 +42,11 @@ class HttpServer:
         )
 
     async def get(self, path: str) -> Any:
-        """Asks a question, with retries, and returns the JSON answer.
+        """Asks a question, with retries, and returns the JSON answer; None for an empty answer.
 
         Raises:
-            ServerRefused: The server answered with another status than 200.
-            ServerGone: The server did not answer, or not with JSON.
+            ServerRefused: The server answered with a status below 500 that is not 200.
+            ServerGone: The server did not answer, answered with a status from 500 on, or not with JSON.
         """
         url = self.address.url + path
         try:
@@ -66,8 +66,9 @@ class HttpServer:
             seconds: Time limit.
 
         Raises:
-            ServerRefused: The server answered with another status than 200.
-            ServerGone: The server did not answer within `seconds`, or not with JSON.
+            ServerRefused: The server answered with a status below 500 that is not 200.
+            ServerGone: The server did not answer within `seconds`, answered with a status from 500 on, or not with
+                JSON.
         """
         url = self.address.url + path
         try:
@@ -85,7 +86,7 @@ class HttpServer:
 
         Raises:
             ServerRefused: The server refused the request.
-            ServerGone: The connection failed, or an event is no JSON object or too long.
+            ServerGone: The connection failed, the server had an error, or an event is no JSON object or too long.
         """
         url = self.address.url + path
         for attempt in (1, 2):

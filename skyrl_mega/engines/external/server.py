@@ -106,7 +106,7 @@ class InferenceServer(Protocol):
         """Resumes computing after `pause`."""
 
     async def flush(self) -> None:
-        """Drops cached prefixes, which belong to other weights."""
+        """Drops cached prefixes, which belong to other weights. Called after each update, while paused."""
 
 
 class DescribedServer(InferenceServer, Protocol):
@@ -131,10 +131,10 @@ class ReceivingServer(DescribedServer, Protocol):
         """Makes every worker download its shard (`Engine.fetch_weights`)."""
 
     async def begin(self) -> None:
-        """Opens every worker's parameters for writing."""
+        """Opens every worker's parameters for writing; the server is paused (`Engine.begin_update`)."""
 
     async def receive(self, checksums: bool) -> None:
-        """Receives or installs the weights of every worker."""
+        """Receives or installs the weights of every worker (`Engine.update_weights`)."""
 
     async def end(self, version: int) -> list[dict[str, float]]:
         """Installs the weights as `version`; returns each worker's report by the fields of `ExchangeReport`."""

@@ -33,7 +33,7 @@ class TrajectoryGenerator:
         self.options = options
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the group's trajectories: `group.samples` branches, each ended by the environment's judgement.
+        """Returns the group's trajectories: `group.samples` different branches, each `judged` by the environment.
 
         Must not block: other groups run in the same event loop. An exception fails the trajectories of this group only.
 

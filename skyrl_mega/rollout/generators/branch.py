@@ -90,7 +90,7 @@ class Branch:
 
     @property
     def turn_tokens(self) -> list[int]:
-        """Tokens of the turn in progress, or of the last turn."""
+        """Tokens of the turn in progress, or of the last turn, with the end-of-turn token; [] before the first."""
         step = self._turn
         return self._trajectory.tokens[step.start : step.end].tolist() if step else []
 
@@ -123,7 +123,7 @@ class Branch:
 
     @property
     def turns(self) -> int:
-        """Number of turns of the policy."""
+        """Number of turns of the policy, including the turn in progress."""
         return self._trajectory.turns
 
     async def sample(self, max_tokens: int | None = None) -> Branch:
@@ -134,7 +134,8 @@ class Branch:
                 stays open.
 
         Raises:
-            GeneratorFault: The turn in progress is complete, or the trajectory has used its turns.
+            GeneratorFault: The turn in progress is complete, the trajectory or the group has used its turns or
+                requests, `max_tokens` is below 1, or `generate` has returned.
             Exception: A fault of the run; do not catch.
         """
         if self.ended and not self.done:
@@ -149,13 +150,14 @@ class Branch:
 
     async def step(self) -> Branch:
         """Returns this branch after the environment judged the turn: with the reward, and the observations unless the
-        trajectory has ended (`done`). A failed environment ends the trajectory with a failed status.
+        trajectory has ended (`done`). A turn that `max_tokens` or `cut` left open is judged as it is. A failed
+        environment ends the trajectory with a failed status.
 
         The first branch to continue takes the environment over. Any further branch gets a new environment, in which the
         earlier turns are repeated.
 
         Raises:
-            GeneratorFault: There is no turn to judge.
+            GeneratorFault: There is no turn to judge, or `generate` has returned.
         """
         if self._finish is None and not self.done:
             raise GeneratorFault("step: there is no turn to judge; call sample first")
@@ -167,7 +169,7 @@ class Branch:
 
     def tell(self, messages: Sequence[Message]) -> Branch:
         """Returns this branch with messages after the turn in place of the environment's, which does not see the turn.
-        The trajectory ends if the messages leave no room for another turn.
+        The trajectory ends if a limit of the run ended the turn, or the messages leave no room for another turn.
 
         Args:
             messages: At least one message, such as `{"role": "user", "content": "Try again."}`.

@@ -46,7 +46,8 @@ def check_returned(returned: Any, service: GeneratorService) -> list[Branch]:
     """Returns the value of `generate` as a list of branches.
 
     Raises:
-        GeneratorFault: The value has another type or number, or a branch has a turn that no environment judged.
+        GeneratorFault: The value has another type or number, or a branch is of another group, comes twice, or has a
+            turn that no environment judged.
     """
     wanted = service.group.samples
     if not isinstance(returned, list | tuple) or not all(isinstance(branch, Branch) for branch in returned):

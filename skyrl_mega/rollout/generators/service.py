@@ -38,6 +38,9 @@ class GeneratorService(GroupState):
         Args:
             sample: Index of the trajectory whose name gives the random streams: below `group.samples`. Branches of the
                 same sample share an engine and the cached prefix.
+
+        Raises:
+            GeneratorFault: `sample` is no such index, or `generate` has returned.
         """
         if not 0 <= sample < self.group.samples:
             raise GeneratorFault(f"open: sample is {sample}; allowed is 0 to {self.group.samples - 1}")
@@ -59,7 +62,12 @@ class GeneratorService(GroupState):
 
         Args:
             tokens: The prompt, such as from `render`; not empty.
-            max_tokens: Most tokens to sample; None takes the limit of a turn.
+            max_tokens: Most tokens to sample, within `rollout.max_length`; None takes the limit of a turn.
+
+        Raises:
+            GeneratorFault: The prompt is empty or too long, `max_tokens` is negative, the group has used its requests,
+                or `generate` has returned.
+            Exception: A fault of the run; do not catch.
         """
         context = array("i", tokens)
         most = min(max_tokens or self.limits.turn, self.limits.length - len(context))
@@ -88,7 +96,8 @@ class GeneratorService(GroupState):
         return self.agent.chat.text(tokens)
 
     def random(self, purpose: str = "") -> Random:
-        """Returns a generator of random numbers that depends on the run's seed, the group and `purpose` alone."""
+        """Returns a new generator of random numbers. The numbers depend on the run's seed, the group and `purpose`
+        alone: a second call with the same `purpose` gives the same numbers."""
         return Random(stream_seed(f"{self.group.names[0]}/random/{purpose}"))
 
     @contextmanager

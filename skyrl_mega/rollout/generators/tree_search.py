@@ -24,7 +24,7 @@ class TreeSearch(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the leaves."""
+        """Returns the leaves: `group.samples` trajectories."""
         root = await service.open()
         return await self._grow(root, group.samples, self.options["depth"])
 

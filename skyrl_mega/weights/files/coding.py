@@ -66,7 +66,7 @@ def encode(new: Bytes, old: Bytes | None, itemsize: int) -> Encoded:
 
     Args:
         new: Bytes of the chunk.
-        old: Bytes of the chunk in the version that readers have; None for `PLAIN`.
+        old: As many bytes of the chunk in the version that readers have; None for `PLAIN`.
         itemsize: Bytes of an element: 1, 2 or 4.
     """
     words = as_words(new, itemsize)

@@ -37,7 +37,8 @@ class Download:
 
     @property
     def ended(self) -> bool:
-        """True if the fetch has ended. Raises the error of a failed fetch, as `Reader.fetch`."""
+        """True if the fetch has ended; `start` must have been called. Raises the error of a failed fetch, as
+        `Reader.fetch`."""
         assert self._running is not None
         if not self._running.done():
             return False
@@ -49,7 +50,8 @@ class Download:
         store as received, and the bytes of the image as extra.
 
         Raises:
-            RuntimeError: The fetch has not ended, or failed.
+            RuntimeError: The fetch has not started or not ended.
+            StoreError, DamagedFiles, Incomplete, UserError: The fetch failed, as in `Reader.fetch`.
         """
         image, report = self._reader.image, ExchangeReport()
         if self._running is None or self._source is None or not self.ended or image is None:

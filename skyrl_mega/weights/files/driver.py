@@ -80,7 +80,7 @@ class FileSync:
     def sync(self, version: int, members: Sequence[int], inputs: SyncInputs) -> tuple[dict[int, str], dict[str, float]]:
         """Publishes the policy's present weights as `version` unless done already, and lets engines fetch them.
 
-        Engines whose fetch fails try again with a full image: their base may be lost.
+        If an engine cannot fetch changes, publishes a full image, which the engine fetches: its base may be lost.
 
         Args:
             version: Number of the weights.
@@ -88,7 +88,7 @@ class FileSync:
             inputs: Inputs of a sync's plan, with the policy's layout.
 
         Returns:
-            Engines that failed twice, each with the cause; metrics.
+            Engines that could not fetch a full image, each with the cause; metrics.
 
         Raises:
             ActorFailed: A policy rank could not write, or the manifest could not be written.

@@ -107,11 +107,11 @@ class Reader:
         self._stopped = threading.Event()
 
     def fetch(self, source: Source, file: Path | None = None) -> FetchReport:
-        """Brings the image to a publication.
+        """Brings the image to a publication; does nothing if it is there already. After an error the next call resumes.
 
         Args:
             source: The publication.
-            file: File of the image; None keeps the image in host memory.
+            file: File of a new image; None keeps the image in host memory. Not used while there is an image.
 
         Raises:
             StoreError: The store failed, or lacks an object of the publication (`Absent`), or the time is over.
@@ -136,7 +136,7 @@ class Reader:
         self._stopped.set()
 
     def close(self) -> None:
-        """Frees the image, and releases its file."""
+        """Frees the image, and releases its file; a later `fetch` makes a new image."""
         if self.image is not None:
             self.image.close()
         self.image, self._publisher = None, ""

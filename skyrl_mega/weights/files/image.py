@@ -148,7 +148,7 @@ class Image:
         self._lock = None
 
     def overlaps(self, chunk: Chunk) -> list[Overlap]:
-        """Returns the parts of a chunk that belong to the shard.
+        """Returns the parts of a chunk that belong to the shard; [] without any.
 
         Raises:
             Incomplete: The chunk has another type than the image.
@@ -213,7 +213,8 @@ class Image:
         return copied
 
     def tensor(self, name: str, box: Box) -> Tensor:
-        """Returns a box of the shard as a tensor in the store's type, without a copy."""
+        """Returns a box as a tensor in the store's type, without a copy; the shard must have a piece of exactly this
+        box."""
         region = next(region for other, region in self._regions[name] if other == box)
         return torch.from_numpy(region.reshape(-1).view(np.uint8)).view(self.types[name]).view(box.shape)
 
@@ -228,7 +229,7 @@ def put(chunk: Chunk, parts: Iterable[Overlap], form: int, payload: memoryview) 
 
     Args:
         chunk: The chunk.
-        parts: Its parts in the image.
+        parts: Its parts in the image, from `Image.overlaps`.
         form: Form of the payload.
         payload: The stored bytes.
 

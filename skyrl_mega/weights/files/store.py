@@ -49,7 +49,8 @@ class Store(ABC):
     @contextmanager
     @abstractmethod
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Yields a file to write; the object appears when the `with` block ends without an error.
+        """Yields a file to write; the object appears when the `with` block ends without an error. A failed write is not
+        repeated.
 
         Raises:
             StoreError: The store failed.
@@ -75,7 +76,7 @@ class Store(ABC):
     def _read(self, key: str, start: int, length: int | None) -> bytes: ...
 
     def write(self, key: str, data: bytes) -> None:
-        """Writes an object of these bytes.
+        """Writes an object of these bytes, in a single attempt.
 
         Raises:
             StoreError: The store failed.
