@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
-from skyrl_mega.engines.external.answer import LONGEST_TEXT, Answer
+from skyrl_mega.engines.external.answer import LONGEST_TEXT, ServerAnswer
 from skyrl_mega.engines.external.open import ExternalSpec, open_server, ready
 from skyrl_mega.engines.external.server import InferenceServer, ReceivingServer, ServerGone, ServerRefused
 from skyrl_mega.engines.presence import Presence
@@ -148,7 +148,7 @@ class ExternalEngine:
         places: AbstractAsyncContextManager[object],
     ) -> None:
         began = time.time()
-        answer = Answer(request, self.spec.vocab, self.spec.max_length)
+        answer = ServerAnswer(request, self.spec.vocab, self.spec.max_length)
         try:
             async with asyncio.timeout(request.seconds) as limit:
                 async with places:
@@ -175,7 +175,7 @@ class ExternalEngine:
             self.spans.append(Span(request.id, began, time.time(), details))
         done.put_nowait(answer.completion())
 
-    async def _problem(self, answer: Answer) -> str | None:
+    async def _problem(self, answer: ServerAnswer) -> str | None:
         """Returns what is wrong with a complete answer; None if nothing is."""
         if (problem := answer.problem(self.version)) is not None or answer.stated:
             return problem

@@ -20,7 +20,7 @@ LONGEST_TEXT = 300
 """Characters of a server's text in a message."""
 
 
-class Answer:
+class ServerAnswer:
     """The tokens of a request so far, checked as they come.
 
     Args:
