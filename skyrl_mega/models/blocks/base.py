@@ -271,6 +271,11 @@ class Block(Protocol):
         """
         return 0
 
+    def state_bytes(self, cut: EngineCut) -> int:
+        """Returns the bytes of a sequence's state in an engine worker for this block of one layer, besides the KV
+        cache: a state of constant size, such as that of a convolution or a recurrent layer, whatever the length."""
+        return 0
+
     def engine_width(self, cut: EngineCut) -> float:
         """Returns the elements per token held by an engine worker while computing the block, besides hidden states."""
         return 0.0
