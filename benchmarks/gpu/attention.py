@@ -24,7 +24,7 @@ def shapes(bench: Bench) -> dict[str, list[int]]:
 
 def prove(bench: Bench) -> None:
     module = packed_attention(bench)
-    from skyrl_mega.megatron import layer_spec as layers
+    from skyrl_mega.megatron import packed_attention as layers
 
     spec: Any = layers
     gemm = limits.gemm_tflops(bench)

@@ -3,15 +3,10 @@ replacements.
 
 megatron-core's local spec lacks packed (THD) and context-parallel attention, and a norm for sequence parallelism.
 `PackedAttention` and `RMSNorm` fill those gaps on any device.
-
-Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
-heads, D width of queries and keys, E width of values (D, but for latent attention).
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -21,12 +16,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -34,17 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_mega.megatron.context_exchange import heads_of_whole_row, tokens_of_all_heads
-from skyrl_mega.megatron.packing import PackedRow, run_positions
+from skyrl_mega.megatron.packed_attention import PackedAttention
 from skyrl_mega.models.blocks.base import LayerModules
 from skyrl_mega.models.megatron import Spec
-
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
-    varlen_attn: Any = None
-else:
-    varlen_attn = varlen.varlen_attn
 
 
 def decoder_spec(
@@ -140,143 +125,3 @@ class AllHeadsRMSNorm(torch.nn.Module):
             weight = weight.narrow(0, mpu.get_tensor_model_parallel_rank() * local, local)
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (normed.to(x.dtype) * weight).view_as(x)
-
-
-class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row.
-
-    Context ranks gather keys and values, or exchange tokens for heads of whole sequences (`cp_comm_type` "a2a"). On
-    CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become the
-    rows of a padded [N, S] grid, for one fused call.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        *_: Any,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **__: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.layer_number = layer_number
-        self.context = pg_collection.cp
-        self.by_heads = cp_comm_type == "a2a"
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: PackedRow | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Returns [L, H·E] for query [L, H, D], key [L, G, D] and value [L, G, E]. `attention_mask` is ignored. A
-        collective of the context ranks, if several.
-
-        Raises:
-            ValueError: `packed_seq_params` lacks the row's description (`packing.pack`).
-        """
-        row = packed_seq_params
-        if row is None or row.sequence_L is None or row.position_L is None:
-            raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
-        if row.global_L is not None and self.by_heads:
-            query, key, value = heads_of_whole_row((query, key, value), row.global_L, self.context)
-            out = self._attend(query, key, value, row.whole())
-            return tokens_of_all_heads(out, row.global_L, self.context)
-        return self._attend(query, key, value, row)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Returns `forward` without an exchange of heads. A collective of the context ranks if `row` is a part of a
-        row."""
-        assert row.sequence_L is not None and row.position_L is not None
-        if row.global_L is not None:
-            key, value = (
-                gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
-                for t in (key, value)
-            )
-        if _can_use_varlen(query):
-            return self._varlen(query, key, value, row)
-        grouped = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
-        longest = row.max_seqlen_q
-        if row.global_L is None:
-            slot = row.sequence_L * longest + row.position_L
-            q, k, v = (_grid(t, slot, row.sequences, longest) for t in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-            return _ungrid(out, slot)
-
-        size = self.context.size()
-        lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
-        sequence, position = run_positions(lengths, len(key))
-        k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
-
-        # A sequence's local tokens, in order, are its first and its last zigzag chunk; `nth` counts them.
-        local = longest // size
-        first = torch.cumsum(lengths // size, 0) - lengths // size
-        nth = torch.arange(len(query), device=query.device) - first[row.sequence_L]
-        slot = row.sequence_L * local + nth
-        q = _grid(query, slot, row.sequences, local)
-        at = torch.zeros(row.sequences * local, dtype=torch.long, device=query.device)
-        at[slot] = row.position_L
-        mask = torch.arange(longest, device=query.device) <= at.view(row.sequences, 1, local, 1)
-        return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Computes `forward` with torch's kernel: query [L, H, D], key [T, G, D] and value [T, G, E] of the row →
-        [L, H·E]."""
-        query_width, value_width = query.shape[-1], value.shape[-1]
-        cu_q = cu_k = row.cu_seqlens_q
-        longest_q = longest_k = row.max_seqlen_q
-        if row.global_L is not None:
-            # A context rank holds two chunks of every sequence. Each attends from the start of the sequence to the
-            # chunk's end, so the kernel sees twice as many sequences, with the queries at the last keys.
-            size, rank = self.context.size(), self.context.rank()
-            starts = cu_k[:-1].long()
-            width = (cu_k[1:].long() - starts) // (2 * size)
-            reads = torch.stack([width * (rank + 1), width * (2 * size - rank)], 1).flatten()
-            chunk, position = run_positions(reads, len(key) // (2 * size) * (2 * size + 1))
-            key, value = (t[starts[chunk // 2] + position] for t in (key, value))
-            cu_q, cu_k = (F.pad(torch.cumsum(n, 0), (1, 0)).int() for n in (width.repeat_interleave(2), reads))
-            longest_q = row.max_seqlen_q // (2 * size)
-            longest_k = longest_q * (2 * size - rank)
-        grouped = query.shape[1] // key.shape[1]
-        if grouped > 1 and "enable_gqa" not in _VARLEN:
-            key, value = (t.repeat_interleave(grouped, dim=1) for t in (key, value))
-        value = F.pad(value, (0, query_width - value_width))  # the kernel has one width for all
-        scale = {} if math.isclose(self.scale, query_width**-0.5) else {"scale": self.scale}
-        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN, **scale)
-        return out[..., :value_width].flatten(1)
-
-
-def _can_use_varlen(query: Tensor) -> bool:
-    """Returns True if torch can run its variable-length kernel on `query`."""
-    return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-
-
-def _causal(kernel: Any) -> dict[str, Any]:
-    """Returns the keyword arguments of torch's variable-length kernel for a causal mask; names differ after torch 2.10.
-
-    The kernel's default scale is 1 / sqrt(D), and the causal mask is aligned with the last key.
-    """
-    known = inspect.signature(kernel).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-_VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {}
-
-
-def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
-    """Copies [tokens, H, D] into a grid [rows, H, width, D], with zeros in slots without a token."""
-    grid = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x)
-    return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
-
-
-def _ungrid(x: Tensor, slot: Tensor) -> Tensor:
-    """Copies a grid [rows, H, width, D] back to [tokens, H·D]."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3])[slot]

@@ -13,7 +13,7 @@ LISTED = {
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",
     "megatron.vocab_parallel:call of _LogProbs.apply": "as `forward`",
     "megatron.fused_head:forward": "as `vocab_parallel`'s",
-    "megatron.layer_spec:call of varlen_attn": "torch's own",
+    "megatron.packed_attention:call of varlen_attn": "torch's own",
     "weights.transports.ipc:call of torch.UntypedStorage._new_shared_cuda": "torch's own",
 }
 """Exceptions with their reasons; an entry within the limits must be removed."""

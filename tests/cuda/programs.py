@@ -79,11 +79,11 @@ def join(case: Case) -> None:
     """Joins the ranks' group on gloo, with the CPU as the device."""
     import torch.distributed as dist
 
-    from skyrl_mega.megatron import layer_spec, model
+    from skyrl_mega.megatron import model, packed_attention
     from tests.cuda.as_cpu import CudaAsCpu
     from tests.megatron.layouts import CPU
 
-    layer_spec.varlen_attn = None  # a kernel of the local spec without a replacement
+    packed_attention.varlen_attn = None  # a kernel of the local spec without a replacement
     exchanges()
     (host, port), ranks = case.address.split(":"), case.parallel.ranks
     store = dist.TCPStore(host, int(port), ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_mega.config.derived import logit_chunk
 from skyrl_mega.config.schema import BuildConfig, MoeConfig
-from skyrl_mega.megatron import heads, layer_spec, objectives
+from skyrl_mega.megatron import heads, objectives, packed_attention
 from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build, hf_config
@@ -116,12 +116,12 @@ def test_forward_through_layers_and_head(
         loss, metrics = objectives.supervised(objectives.inputs_of(logprobs, entropy, micro))
         return loss, {"loss": loss.detach(), **metrics}
 
-    kernel = mock.Mock(side_effect=layer_spec.varlen_attn)
+    kernel = mock.Mock(side_effect=packed_attention.varlen_attn)
     sums = mock.MagicMock()  # the launch has fake tensors without memory
     with (
         fake_cuda(),
         fake_rank(rank, parallel),
-        mock.patch.object(layer_spec, "varlen_attn", kernel),
+        mock.patch.object(packed_attention, "varlen_attn", kernel),
         mock.patch.object(linear_logprobs_triton, "_sums", sums),
     ):
         worker = opened(DENSE, parallel, dtype, **changes)
@@ -153,7 +153,7 @@ def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: to
         CpuAsCuda(),
         mock.patch.object(dist, "init_process_group", on_gloo(dist.init_process_group)),
         mock.patch.object(dist, "batch_isend_irecv", as_they_are(dist.batch_isend_irecv)),
-        mock.patch.object(layer_spec, "varlen_attn", one_by_one),
+        mock.patch.object(packed_attention, "varlen_attn", one_by_one),
     ):
         worker = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype)
         assert all(c.ddp_config.overlap_param_gather for c in worker.chunks)

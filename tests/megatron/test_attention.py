@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_mega.megatron import cpu, layer_spec
+from skyrl_mega.megatron import cpu, packed_attention
 from skyrl_mega.megatron.packing import pack
 from tests.cuda.test_policy_fake import one_by_one
 from tests.megatron import layouts
@@ -31,7 +31,7 @@ def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float],
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1).row
-    attention = layer_spec.PackedAttention.__new__(layer_spec.PackedAttention)
+    attention = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.context, attention.scale, attention.by_heads = dist.group.WORLD, scale, by_heads
     generator = torch.Generator().manual_seed(rank)
@@ -42,8 +42,8 @@ def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float],
     answers = []
     for kernel in (False, True):
         with (
-            mock.patch.object(layer_spec, "varlen_attn", one_by_one),
-            mock.patch.object(layer_spec, "_can_use_varlen", return_value=kernel),
+            mock.patch.object(packed_attention, "varlen_attn", one_by_one),
+            mock.patch.object(packed_attention, "_can_use_varlen", return_value=kernel),
         ):
             out = attention(q, k, v, None, packed_seq_params=row)
         weights = torch.arange(out.numel()).view(out.shape).sin()

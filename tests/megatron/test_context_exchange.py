@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig
-from skyrl_mega.megatron import cpu, layer_spec, objectives
+from skyrl_mega.megatron import cpu, objectives, packed_attention
 from skyrl_mega.megatron.context_exchange import heads_of_whole_row, tokens_of_all_heads
 from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.models import megatron
@@ -69,7 +69,7 @@ def check_packing(micro: MicroBatch, groups: int, width: int, seed: int) -> None
     of_whole = torch.autograd.grad((expected * weights).sum(), whole)
     for by_heads in (True, False):
         part = [t.detach()[mine].requires_grad_() for t in whole]
-        out = packed_attention(by_heads)(*part, None, packed_seq_params=row)
+        out = bare_attention(by_heads)(*part, None, packed_seq_params=row)
         of_part = torch.autograd.grad((out * weights[mine]).sum(), part)
         for actual, wanted in zip((out, *of_part), (expected, *of_whole), strict=True):
             torch.testing.assert_close(actual, wanted[mine], rtol=1e-10, atol=1e-12)
@@ -86,8 +86,8 @@ def attention(whole: list[Tensor], bounds: list[int]) -> Tensor:
     return torch.cat(out)
 
 
-def packed_attention(by_heads: bool) -> layer_spec.PackedAttention:
-    layer = layer_spec.PackedAttention.__new__(layer_spec.PackedAttention)
+def bare_attention(by_heads: bool) -> packed_attention.PackedAttention:
+    layer = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
     torch.nn.Module.__init__(layer)
     layer.context, layer.scale, layer.by_heads = dist.group.WORLD, WIDTH**-0.5, by_heads
     return layer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.megatron import layer_spec
+from skyrl_mega.megatron import layer_spec, packed_attention
 from skyrl_mega.megatron.model import unwrap_gpt
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
@@ -76,7 +76,7 @@ def saved_by_each(rank: int, address: str, folder: Path) -> dict[str, int]:
 
 def saved_by_model(path: Path, recompute: str, fused: bool) -> int:
     """Returns the bytes kept by the second layer of a model, on a joined rank."""
-    layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
+    packed_attention.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
     options = {"bias_activation_fusion": True} if fused else {}
     policy = layouts.policy_config(recompute=recompute, options=options)
