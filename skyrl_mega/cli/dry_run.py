@@ -203,9 +203,10 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
 
 def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, Any]:
     """Returns the values of one engine; all engines are alike."""
-    rows = []
+    rows, memories = [], []
     for row in layout_text.workers(config, decoder):
         m = engine_memory(config, decoder, row["worker"])
+        memories.append(m)
         kinds = {
             **asdict(m),
             "kv": m.kv,
@@ -214,7 +215,8 @@ def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, An
             "phases": {name: m.phase(name) for name in SHOWN["policy"]},
         }
         rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "cpu_kv_cache"}})
-    tokens = min(row["memory"]["tokens"] for row in rows)
+    fullest = min(memories, key=lambda m: m.tokens)
+    usual = mean_concurrency(config, fullest, sizes)
     return {
         "count": config.rollout.engines,
         "servers": len(config.rollout.endpoints),
@@ -222,9 +224,9 @@ def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, An
         "workers": rows,
         "gpu_memory": None if on_cpu(config) else gpu_bytes(engine_view(config)),
         "concurrency": config.rollout.concurrency,
-        "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
-        "usual": mean_concurrency(config, tokens, sizes),
-        "waiting": max(0, -(-sizes.sequences // engine_count(config)) - mean_concurrency(config, tokens, sizes)),
+        "at_once": min(config.rollout.concurrency, fullest.tokens // length_limit(config.rollout)),
+        "usual": usual,
+        "waiting": max(0, -(-sizes.sequences // engine_count(config)) - usual),
     }
 
 

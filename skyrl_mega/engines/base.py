@@ -87,11 +87,14 @@ class Facts:
     """Properties measured by an engine at start."""
 
     cache_tokens: int
-    """Capacity of the KV cache in tokens."""
+    """Capacity of the cache in tokens; every sequence takes `sequence_tokens` in addition to its own."""
     cache_bytes: int
     """Bytes of the KV cache in each worker."""
     weights: str = GROUP
     """How the engine takes new weights: `GROUP`, `FILES` or `DIRECTORY` of `weights.members`."""
+    sequence_tokens: int = 0
+    """Part of the cache taken by every sequence besides its tokens, in tokens: states of recurrent layers, sliding
+    windows."""
     foreign: bool = False
     """True for a server outside of the run (`ForeignEngine`), whose word about its weights is not enough."""
 

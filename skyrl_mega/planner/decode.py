@@ -12,7 +12,13 @@ from skyrl_mega.config.derived import engine_ranks, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
-from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, linear_itemsize
+from skyrl_mega.planner.engine_weights import (
+    cache_itemsize,
+    engine_bytes,
+    kv_bytes_per_token,
+    linear_itemsize,
+    state_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Reads:
     """(Bytes, part) of weights read by each token only in part (0 to 1): experts."""
     per_token: int
     """Bytes of KV cache read per attended token."""
+    per_sequence: int = 0
+    """Bytes read and written per sequence and step whatever its length: states of recurrent layers."""
 
     def weights(self, tokens: float) -> float:
         """Returns the expected bytes of weights read in one step for `tokens` tokens with independent choices of
@@ -41,7 +49,8 @@ def reads(config: Config, decoder: Decoder) -> Reads:
         (n * size, part) for n, part in _sparse(decoder, EngineCut(rollout.tensor, expert_parallel(rollout), data))
     )
     plain = engine_bytes(config, decoder) - sum(n for n, _ in sparse)
-    return Reads(int(plain), sparse, kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)))
+    per_token = kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config))
+    return Reads(int(plain), sparse, per_token, per_sequence=2 * state_bytes(config, decoder))
 
 
 @lru_cache(maxsize=16)

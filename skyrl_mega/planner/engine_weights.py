@@ -16,12 +16,15 @@ from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_paramete
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models import engine
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.fp8.format import quantised
 
 SCALE = 4
 """Bytes of the scale of a block."""
+CACHED_STATES = 2
+"""States of a running sequence in vLLM 0.32 with prefix caching (`MambaSpec.max_memory_usage_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,27 @@ def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
     return sum(
         count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.layer_counts() for block in kind
     )
+
+
+def state_bytes(config: Config, decoder: Decoder) -> int:
+    """Returns the bytes of a sequence's states in an engine worker, over all layers: of convolutions and recurrent
+    layers, the same for every length. 0 for a model with attention only."""
+    cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
+    return sum(count * block.state_bytes(cut) for kind, count in decoder.layer_counts() for block in kind)
+
+
+def sequence_bytes(config: Config, decoder: Decoder) -> int:
+    """Returns the bytes of a sequence in the cache of an engine worker besides the keys and values of its tokens.
+
+    With prefix caching vLLM keeps two states of a running sequence: the present one, and the one at the end of the last
+    full block, from which a later request with the same prefix continues.
+    """
+    return state_bytes(config, decoder) * (CACHED_STATES if prefix_caching(config) else 1)
+
+
+def prefix_caching(config: Config) -> bool:
+    """Returns True if engines keep the states of prefixes for later requests; never on a CPU, where vLLM cannot."""
+    return config.cluster.device != "cpu" and config.rollout.options.get("enable_prefix_caching") is not False
 
 
 @lru_cache(maxsize=256)

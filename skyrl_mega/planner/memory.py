@@ -40,7 +40,13 @@ from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import MASTER, MOMENTS, ModelState, StageBuffers, rank_state, stage_buffers
 from skyrl_mega.planner.drafts import draft_bytes
-from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
+from skyrl_mega.planner.engine_weights import (
+    cache_itemsize,
+    engine_bytes,
+    kv_bytes_per_token,
+    sequence_bytes,
+    staged_bytes,
+)
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
 from skyrl_mega.planner.routes import rank_bytes
@@ -197,6 +203,8 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         staged=staged_bytes(config, decoder),
         per_token=kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)) + draft_cache,
+        longest=length_limit(rollout),
+        per_sequence=sequence_bytes(config, decoder),
         keep=_keep(config),
     )
     if on_cpu(config):

@@ -177,6 +177,10 @@ class EngineMemory:
     """GPU memory outside the budget. Estimated."""
     per_token: int
     """Bytes of KV cache per token."""
+    longest: int
+    """Tokens of the longest sequence."""
+    per_sequence: int = 0
+    """Bytes of a sequence in the cache besides its tokens: states of recurrent layers."""
     cpu_kv_cache: int | None = None
     """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None
@@ -192,13 +196,20 @@ class EngineMemory:
 
     @property
     def tokens(self) -> int:
-        """Capacity of the KV cache in tokens; 0 if the budget leaves no cache."""
-        return max(0, self.kv) // self.per_token
+        """Capacity of the cache in tokens of sequences with `longest` tokens each; 0 if the budget leaves no cache."""
+        return self._tokens(self.kv)
 
     @property
     def most_tokens(self) -> int:
         """Largest plausible capacity of the KV cache in tokens: with `working` and `reserve` smaller by `MARGIN`."""
-        return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
+        return self._tokens(self.kv + int(MARGIN * (self.working + self.reserve)))
+
+    def sequences(self, length: float) -> float:
+        """Returns the number of sequences of `length` tokens each for which the cache has space, fractions included."""
+        return max(0, self.kv) / (length * self.per_token + self.per_sequence)
+
+    def _tokens(self, size: int) -> int:
+        return max(0, size) * self.longest // (self.longest * self.per_token + self.per_sequence)
 
     def awake(self, phase: str) -> bool:
         """Returns True if all engine parts are on the device in a phase."""

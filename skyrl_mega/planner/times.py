@@ -42,6 +42,7 @@ from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import layers, stage
+from skyrl_mega.planner.processes import EngineMemory
 from skyrl_mega.planner.trajectories import Trajectories, assumed, of_batch, sizes_of
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
@@ -205,7 +206,7 @@ def _round_times(
     `environment.slots`.
     """
     per_engine = -(-sequences // engine_count(config))
-    full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
+    full: float = min(mean_concurrency(config, engine_memory(config, decoder), sizes), per_engine)
     slots = environment_slots(config.environment)
     if slots is not None:
         full = min(full, slots / engine_count(config))
@@ -250,7 +251,8 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     def step(running: float, tokens: float) -> float:
         """Returns the seconds of a step of `running` sequences with `tokens` tokens each."""
         computed = running * tokens
-        read = reading.weights(computed) + running / (workers / rollout.tensor) * mean * reading.per_token
+        of_sequence = mean * reading.per_token + reading.per_sequence
+        read = reading.weights(computed) + running / (workers / rollout.tensor) * of_sequence
         compute = computed * (work.matrices + work.decoding * mean) / workers / speed
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
 
@@ -269,20 +271,20 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     return decode
 
 
-def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
+def mean_concurrency(config: Config, memory: EngineMemory, sizes: StepSizes) -> int:
     """Estimates the mean number of sequences running on one engine at once in a step; at least 1.
 
     Args:
         config: The settings.
-        tokens: Capacity of a worker's KV cache in tokens (`EngineMemory.tokens`); each data-parallel replica of the
-            engine has a cache of its own.
+        memory: Memory of a worker; each data-parallel replica of the engine has a cache of its own.
         sizes: Sizes of the step.
     """
     rollout = config.rollout
-    tokens *= engine_data(rollout)
+    data = engine_data(rollout)
     per_engine = -(-sizes.sequences // engine_count(config))
     longest = sizes.mean - sizes.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
-    return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(CACHE_FILL * tokens / longest)))
+    fitting = min(memory.sequences(sizes.mean), CACHE_FILL * memory.sequences(longest))
+    return max(1, min(rollout.concurrency, per_engine, int(data * fitting)))
 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:

@@ -49,7 +49,7 @@ class Rates:
         step_batch, memory = replace(batch(scaled, parallel), generated=length.written), engine_memory(scaled, model)
         times, decode = step_time(scaled, model, parallel), decoding(scaled, model, step_batch.mean)
         places = mean_concurrency(
-            scaled, memory.tokens, replace(step_batch, prompts=step_batch.prompts * steps_under_way(config))
+            scaled, memory, replace(step_batch, prompts=step_batch.prompts * steps_under_way(config))
         )
         return cls(
             engines=engine_count(config),

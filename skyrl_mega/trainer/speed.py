@@ -74,7 +74,7 @@ def decoding_speed(
     if config.cluster.device == "cuda":
         reading, replicas = reads(config, model), engine_data(config.rollout)
         weights = sum(times * reading.weights(n * replicas) for steps in workers for n, times in steps.items())
-        cache = attended / (engine_count(config) * replicas) * reading.per_token
+        cache = (attended * reading.per_token + written * reading.per_sequence) / (engine_count(config) * replicas)
         rate = (weights / len(workers) + cache) / seconds
         metrics["perf/decode_bandwidth_share"] = rate / (engine_cluster(config).rates.memory_gb_s * 1e9)
     return metrics

@@ -80,12 +80,12 @@ def planned(recipe: str, *settings: str) -> Plan:
     hf, rollout = known(config.model.path), config.rollout
     decoder = architecture(hf).describe(hf)
     planned_batch = batch(config, parallel_of(config)[0])
-    cache = engine_memory(config, decoder).tokens
+    memory = engine_memory(config, decoder)
     steps = (
         planned_batch.sequences
         / rollout.engines
         * planned_batch.generated
-        / mean_concurrency(config, cache, planned_batch)
+        / mean_concurrency(config, memory, planned_batch)
     )
     lengths = {
         "max_prompt_tokens": rollout.max_prompt_tokens,
@@ -93,7 +93,7 @@ def planned(recipe: str, *settings: str) -> Plan:
         "max_length": length_limit(rollout),
     }
     scaled = compose(file, [*settings, *(f"rollout.{key}={length // SCALE}" for key, length in lengths.items())])
-    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, decoder, planned_batch) / steps)
+    return Plan(scaled, memory.tokens // SCALE, SCALE * generate_time(config, decoder, planned_batch) / steps)
 
 
 class LocalActors:

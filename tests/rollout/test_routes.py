@@ -152,14 +152,14 @@ def test_a_prefix_that_another_request_writes_in_the_same_step_is_known(names: t
     prompt, first = [1, 2, 3, 4, 5], {"old": 0, "new": 4}
     tokens = [token for name in names for token in prompt[first[name] :]]
     recorder = object.__new__(RouteRecorder)
-    recorder.shape, recorder.version, recorder.requests = SHAPE, 3, {}
+    recorder.shape, recorder.version, recorder.requests, recorder.group = SHAPE, 3, {}, 1
     recorder.cached = TokenRoutes(SHAPE.none(32), *np.full((2, 32), -1, np.int32))
     recorder.step = torch.from_numpy(routes_of(tokens).astype(np.int16) - 1)
     recorder.runner = SimpleNamespace(
         input_batch=SimpleNamespace(
             req_ids=[f"{name}-12345678" for name in names],
             num_computed_tokens_cpu=np.array([first[name] for name in names]),
-            block_table=[Table],
+            block_table=[None, Table],  # of a sliding window, and of full attention
         ),
         input_ids=SimpleNamespace(cpu=torch.tensor(tokens, dtype=torch.int32)),
     )

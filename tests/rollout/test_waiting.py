@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
-from skyrl_mega.rollout.routing.router import IN_FLIGHT, Router
+from skyrl_mega.rollout.routing.router import IN_FLIGHT, QueuedRequest, Router
 from tests.support.engines import build_model, complete, serving, spec_of
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -137,7 +138,8 @@ def test_time_in_which_the_engines_own_process_was_stopped_does_not_count(tmp_pa
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, known: bool) -> None:
-    """Limits the requests in an engine to `CACHE` sequences of the full length of 10 tokens."""
+    """Limits the requests in an engine to `CACHE` sequences of the full length of 10 tokens; then, with a state of 30
+    tokens per sequence, to a quarter of these."""
     group = simulated(tmp_path, None, token_s=0.01)
     fleet = serving(group)
     if known:
@@ -148,6 +150,14 @@ def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, know
         assert most == (CACHE_FILL * CACHE if known else IN_FLIGHT * 8)
         long = Request("long", [1] * 500, 1, 0)  # fits no cache; may run alone
         assert len(route(fleet, [long, *requests(3)])) == 4
+        if known:
+            fleet.facts = [replace(facts, sequence_tokens=30) for facts in fleet.facts]
+            router = Router(fleet, Sampling(), 8, LIMIT_S)
+            waiting = QueuedRequest(requests(1)[0], asyncio.Future(loop=asyncio.new_event_loop()))
+            [load] = router.load.values()
+            while load.fits(waiting, 8):
+                load.add(waiting)
+            assert load.requests == CACHE_FILL * CACHE / 4
     finally:
         group.shutdown()
 

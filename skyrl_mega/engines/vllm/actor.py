@@ -127,9 +127,12 @@ class VllmEngine:
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
         self.watched = True
-        tokens = self.replicas.count * self.llm.vllm_config.cache_config.kv_cache_size_tokens
         cache_bytes = min(await self.workers("cache_bytes"))
-        return Facts(cache_tokens=tokens, cache_bytes=cache_bytes, weights=self.spec.transport)
+        pools, parts = zip(*await self.workers("cache_room"), strict=True)
+        # vLLM's number is right for full attention only: it counts the longest sequences, and windows while filling.
+        tokens = min(pools) if max(parts) else self.llm.vllm_config.cache_config.kv_cache_size_tokens
+        tokens *= self.replicas.count
+        return Facts(tokens, cache_bytes, weights=self.spec.transport, sequence_tokens=max(parts))
 
     # ---- generation ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_mega.engines.vllm.cache_groups import full_attention
 from skyrl_mega.models.routes import RouteShape, WrongRoutes
 
 ID_SUFFIX = 9
@@ -81,7 +82,9 @@ class RouteRecorder:
     """A recorder of the choices of vLLM's routers in a worker on a CPU, where routers run as Python.
 
     A prefix found in the KV cache is not read again. Routes are therefore also stored by cache position, for as long
-    as the keys and values there.
+    as the keys and values there. Of several groups of layers with caches of their own (sliding windows, recurrent
+    states), the group with full attention gives the positions: only this group keeps a position for every token, and
+    vLLM finds a prefix only where all groups have one.
 
     Args:
         runner: vLLM's model runner; steps are recorded from now on.
@@ -97,13 +100,16 @@ class RouteRecorder:
         """Version of the weights (`VllmEngine.version`)."""
         self.requests: dict[str, _Request] = {}
         """Requests under way, by vLLM's own names."""
-        if len(runner.kv_cache_config.kv_cache_groups) != 1:
+        cache = runner.kv_cache_config
+        group = full_attention(cache)
+        if group is None:
             raise WrongRoutes(
-                "on a CPU no expert routes can be recorded for a model with several KV caches; give "
+                "on a CPU no expert routes can be recorded for a model without a layer of full attention; give "
                 "policy.moe.replay=off"
             )
-        spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        places = runner.kv_cache_config.num_blocks * spec.block_size
+        self.group = group
+        """Number of the group of layers whose cache positions stand for tokens."""
+        places = cache.num_blocks * cache.kv_cache_groups[group].kv_cache_spec.block_size
         self.cached = TokenRoutes(shape.none(places), *np.full((2, places), -1, np.int32))
         """Routes by position in the KV cache."""
         self.step = torch.zeros(runner.max_num_tokens, len(shape.layers), shape.per_token, dtype=torch.int16)
@@ -147,7 +153,7 @@ class RouteRecorder:
         # All rows first: a request may read a cached prefix just written by a later request of the batch.
         for index, name in enumerate(batch.req_ids):
             first, count = int(batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
-            places = self._places(batch.block_table[0], index, first + count)
+            places = self._places(batch.block_table[self.group], index, first + count)
             new = read.select(slice(row, row + count))
             row += count
             for kept, value in zip(vars(self.cached).values(), vars(new).values(), strict=True):

@@ -116,7 +116,7 @@ def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
 
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
-    """Returns vLLM's engine arguments: ours, those that the model's blocks need, and `rollout.options`, which win.
+    """Returns vLLM's engine arguments: ours, changed by what the model's blocks need, and `rollout.options`, which win.
 
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
     process may allocate or free memory of the GPU. Raises UserError if config.json cannot be used.
@@ -174,7 +174,7 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         arguments["quantization_config"] = {"ignore": [ROUTER]}
     if spec.dequantised:
         arguments["hf_overrides"] = {"quantization_config": None}
-    return reduce(_merged, (_block_arguments(spec), _draft_arguments(spec), arguments, spec.extra, rollout.options))
+    return reduce(_merged, (arguments, _block_arguments(spec), _draft_arguments(spec), spec.extra, rollout.options))
 
 
 def _draft_arguments(spec: EngineSpec) -> dict[str, Any]:

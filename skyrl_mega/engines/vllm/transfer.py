@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from skyrl_mega.cluster import numa
+from skyrl_mega.engines.vllm.cache_groups import room
 from skyrl_mega.engines.vllm.drafts import Suppressor
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
@@ -209,6 +210,11 @@ class WorkerExtension:
         """Returns the bytes of this worker's KV cache: as given in the settings, else as vLLM measured at start."""
         given: int | None = self.cache_config.kv_cache_memory_bytes
         return int(given or self.available_kv_cache_memory_bytes)
+
+    def cache_room(self) -> tuple[int, int]:
+        """Returns the size of this worker's cache, and the part taken by a sequence of any length besides its tokens,
+        both in tokens (`cache_groups.room`)."""
+        return room(self.model_runner.kv_cache_config, self.vllm_config)
 
     def drop(self, parts: list[str]) -> None:
         """Frees the device memory of these parts, "engine_weights" or "kv_cache", except parts already dropped. No

@@ -59,21 +59,24 @@ class EngineLoad:
     """The number and the tokens of an engine's requests in progress."""
 
     room: float
-    """Most tokens given to the engine at once."""
+    """Most tokens given to the engine at once, `sequence_tokens` of every request included."""
+    sequence_tokens: int = 0
+    """`engines.base.Facts.sequence_tokens` of the engine."""
     requests: int = 0
     """Number of requests given to the engine."""
     tokens: int = 0
-    """Sum of the requests' `QueuedRequest.tokens`."""
+    """Sum of the requests' `QueuedRequest.tokens`, each with `sequence_tokens` more."""
 
     def fits(self, waiting: QueuedRequest, limit: float) -> bool:
         """Returns True if the engine may take the request, with at most `limit` requests at once. An idle engine takes
         any request."""
-        return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
+        needed = waiting.tokens + self.sequence_tokens
+        return self.requests < limit and (not self.requests or self.tokens + needed <= self.room)
 
     def add(self, waiting: QueuedRequest, times: int = 1) -> None:
         """Adds a request to the load, or removes a request with `times=-1`."""
         self.requests += times
-        self.tokens += times * waiting.tokens
+        self.tokens += times * (waiting.tokens + self.sequence_tokens)
 
 
 class EngineGroup(Protocol):
@@ -269,7 +272,11 @@ class Router:
         """Returns the load of an engine without requests. The token limit comes from the cache size, as if every
         request grew to the largest length."""
         facts = None if math.isinf(self.limit) else self.fleet.facts[engine]
-        return EngineLoad(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
+        return (
+            EngineLoad(math.inf)
+            if facts is None
+            else EngineLoad(CACHE_FILL * facts.cache_tokens, facts.sequence_tokens)
+        )
 
     def _schedule(self) -> None:
         if not self.scheduled:

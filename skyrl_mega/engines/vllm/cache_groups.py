@@ -1,0 +1,52 @@
+"""vLLM's groups of layers with caches of their own: full attention, sliding windows, states of recurrent layers.
+
+All groups take blocks of equal size from one pool. A sequence needs blocks of full attention for each of its tokens,
+and in every other group a bounded number of blocks, whatever its length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def full_attention(cache: Any) -> int | None:
+    """Returns the number of the first group that caches every token of a sequence; None without such a group.
+
+    Args:
+        cache: vLLM's `KVCacheConfig`.
+    """
+    full = (number for number, group in enumerate(cache.kv_cache_groups) if _caches_all(group.kv_cache_spec))
+    return next(full, None)
+
+
+def room(cache: Any, vllm_config: Any) -> tuple[int, int]:
+    """Returns the size of the pool, and the part of it taken by a sequence of any length in groups without full
+    attention, both in tokens of full attention. Zeros if no group has full attention; the part is 0 if all have.
+
+    Args:
+        cache: vLLM's `KVCacheConfig`.
+        vllm_config: vLLM's `VllmConfig`, with the length of the longest sequence.
+    """
+    full = full_attention(cache)
+    if full is None:
+        return 0, 0
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    blocks = sum(_bounded_blocks(spec, vllm_config) for spec in specs if not _caches_all(spec))
+    return cache.num_blocks * specs[full].block_size, blocks * specs[full].block_size
+
+
+def _bounded_blocks(spec: Any, vllm_config: Any) -> int:
+    """Returns the blocks held for a decoding sequence in a group of sliding windows or states."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.max_admission_blocks_per_request(1, vllm_config.model_config.max_model_len))
+    return int(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes))
+
+
+def _caches_all(spec: Any) -> bool:
+    """Returns True if a group's layers cache every token of a sequence."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    of_layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(isinstance(of_layer, FullAttentionSpec) for of_layer in of_layers)
