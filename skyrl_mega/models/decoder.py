@@ -38,6 +38,8 @@ class Decoder:
     """Longest sequence in tokens (`max_position_embeddings`)."""
     norm_eps: float
     """Epsilon of every RMSNorm."""
+    zero_centered_norms: bool = False
+    """True if norms of hidden states, queries and keys multiply by 1 + weight."""
 
     def __hash__(self) -> int:
         """Hashes what differs between models; a hash of every block would cost more than most cached results."""
@@ -155,13 +157,16 @@ class Decoder:
         return replace(self, kinds=(kind,), order=(0,))
 
 
-def read_decoder(hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True) -> Decoder:
+def read_decoder(
+    hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True, zero_centered_norms: bool = False
+) -> Decoder:
     """Returns the model with these layers, reading the config.json keys common to all families.
 
     Args:
         hf: Content of config.json, with the defaults of its family (`with_defaults`).
         layers: The blocks of every layer, in order.
         engine_ties: True if vLLM's class of the family can tie the output projection to the embedding.
+        zero_centered_norms: Value of the field.
 
     Raises:
         UserError: A key is missing or not supported, or the checkpoint is quantised in an unsupported way.
@@ -177,4 +182,5 @@ def read_decoder(hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True) -
         head=Head.read(hf, engine_ties),
         max_length=integer(hf, "max_position_embeddings"),
         norm_eps=number(hf, "rms_norm_eps"),
+        zero_centered_norms=zero_centered_norms,
     )

@@ -69,6 +69,8 @@ def settings(decoder: Decoder) -> MegatronSettings:
         "layernorm_epsilon": decoder.norm_eps,
         "add_bias_linear": False,
     }
+    if decoder.zero_centered_norms:
+        transformer["layernorm_zero_centered_gamma"] = True
     gpt: dict[str, Any] = {"max_sequence_length": decoder.max_length}
     for block in decoder.parts:
         args = block.megatron_args([block in decoder.layer(index) for index in range(decoder.layers)])

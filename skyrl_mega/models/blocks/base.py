@@ -8,7 +8,7 @@ Blocks derive from `Block` to inherit defaults for common answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from skyrl_mega.common.errors import UserError
@@ -35,11 +35,48 @@ class MegatronSettings:
 
 
 @dataclass(frozen=True)
+class DeltaNetSizes:
+    """Sizes of a gated delta net, or of a tensor rank's part."""
+
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    """Heads of values: a multiple of `key_heads`."""
+    key_width: int
+    """Width of a query and a key."""
+    value_width: int
+    """Width of a value."""
+    window: int
+    """Tokens read by the convolution."""
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Width of all values of a token."""
+        return self.value_heads * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def part(self, ranks: int) -> DeltaNetSizes:
+        """Returns the sizes of one of `ranks` equal parts; `ranks` divides the key heads."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+
+@dataclass(frozen=True)
 class LayerModules:
     """The modules of a layer that megatron-core's configuration does not name; `megatron.layer_spec` builds them."""
 
     query_key_norm: Literal["none", "head", "all_heads"] = "none"
     """RMSNorm of queries and keys: over each head, or over all heads together."""
+    delta_net: DeltaNetSizes | None = None
+    """Sizes of a gated delta net, which replaces the layer's attention; None: attention."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,9 @@ class GroupedQueryAttention(Block):
     """True for a bias in the q, k and v projections."""
     engine_norm_rows: bool = False
     """True if an engine's worker holds its own heads' part of a norm over all heads; False: the whole norm."""
+    output_gate: bool = False
+    """True if the rows of q_proj are a query and a gate for each head: the gate's sigmoid multiplies the head's result
+    (arXiv:2505.06708)."""
 
     @classmethod
     def read(
@@ -120,6 +123,7 @@ class GroupedQueryAttention(Block):
         qkv_bias: bool,
         bias_key: str | None = "attention_bias",
         part: float | None = None,
+        output_gate: bool = False,
     ) -> GroupedQueryAttention:
         """Returns the attention described by config.json. Default `head_dim`: the hidden size divided by the heads.
         Default `num_key_value_heads`: the number of query heads.
@@ -130,6 +134,7 @@ class GroupedQueryAttention(Block):
             qkv_bias: True for a bias in the q, k and v projections.
             bias_key: Key of config.json that must be false or absent; None checks no key.
             part: As in `Rope.read`.
+            output_gate: True if a gate multiplies each head's result.
 
         Raises:
             UserError: A key is missing, or a value is not supported.
@@ -152,6 +157,7 @@ class GroupedQueryAttention(Block):
             rope=Rope.read(hf, part),
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
+            output_gate=output_gate,
         )
 
     def facts(self) -> Mapping[str, int]:
@@ -161,7 +167,7 @@ class GroupedQueryAttention(Block):
     def hf_tensors(self, source: str) -> Tensors:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: Tensors = {f"{source}.{NORM}": (self.hidden,)}
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        for name, rows in (("q_proj", self._query_parts * q), ("k_proj", kv), ("v_proj", kv)):
             shapes[f"{source}.self_attn.{name}.weight"] = (rows, self.hidden)
             if self.qkv_bias:
                 shapes[f"{source}.self_attn.{name}.bias"] = (rows,)
@@ -180,6 +186,8 @@ class GroupedQueryAttention(Block):
             "qk_layernorm": self.qk_norm != "none",
             "add_qkv_bias": self.qkv_bias,
         }
+        if self.output_gate:
+            transformer["attention_output_gate"] = True
         return MegatronSettings(transformer, self.rope.megatron_args())
 
     def layer_modules(self) -> LayerModules:
@@ -195,12 +203,12 @@ class GroupedQueryAttention(Block):
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
             Cut("tensor", "query columns (heads · head_dim)", q),
-            Cut("tensor", "rows of q, k and v", q + 2 * kv),
+            Cut("tensor", "rows of q, k and v", self._query_parts * q + 2 * kv),
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Adds a policy rank's parameters to `b`. The rows of linear_qkv are interleaved by query group: query heads,
-        then the key head, then the value head."""
+        their gates if any, then the key head, then the value head."""
         size, tp = place.parallel.tensor, place.coords.tp
         hf_prefix, megatron_prefix = f"{source}.self_attn", f"{target}.self_attention"
         columns = self.heads * self.head_dim // size
@@ -212,14 +220,21 @@ class GroupedQueryAttention(Block):
             b.whole(f"{megatron_prefix}.linear_qkv.layer_norm_weight", f"{source}.{NORM}")
         head = self.head_dim
         groups, width = self.kv_heads // size, self.heads // self.kv_heads * head
-        rows = groups * (width + 2 * head)
+        queries = self._query_parts * width
+        rows = groups * (queries + 2 * head)
         for kind, shape in self._kinds(rows):
             param = b.param(f"{megatron_prefix}.linear_qkv.{kind}", *shape)
             for local in range(groups):
-                group, row = tp * groups + local, local * (width + 2 * head)
-                b.rows(param, row, f"{hf_prefix}.q_proj.{kind}", group * width, width)
-                b.rows(param, row + width, f"{hf_prefix}.k_proj.{kind}", group * head, head)
-                b.rows(param, row + width + head, f"{hf_prefix}.v_proj.{kind}", group * head, head)
+                group, row = tp * groups + local, local * (queries + 2 * head)
+                if self.output_gate:
+                    for at in range(0, width, head):  # on disk every query is followed by its gate
+                        disk = group * queries + 2 * at
+                        b.rows(param, row + at, f"{hf_prefix}.q_proj.{kind}", disk, head)
+                        b.rows(param, row + width + at, f"{hf_prefix}.q_proj.{kind}", disk + head, head)
+                else:
+                    b.rows(param, row, f"{hf_prefix}.q_proj.{kind}", group * width, width)
+                b.rows(param, row + queries, f"{hf_prefix}.k_proj.{kind}", group * head, head)
+                b.rows(param, row + queries + head, f"{hf_prefix}.v_proj.{kind}", group * head, head)
         if self.qk_norm != "none":
             b.whole(f"{megatron_prefix}.q_layernorm.weight", f"{hf_prefix}.q_norm.weight")
             b.whole(f"{megatron_prefix}.k_layernorm.weight", f"{hf_prefix}.k_norm.weight")
@@ -227,6 +242,8 @@ class GroupedQueryAttention(Block):
     def check_fp8(self, key: str) -> None:
         if self.qk_norm == "all_heads":
             raise without_fp8("FP8 has not been tested with a norm over all heads of queries and keys", key)
+        if self.output_gate:
+            raise without_fp8("FP8 has not been tested with gated attention", key)
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)
@@ -254,18 +271,20 @@ class GroupedQueryAttention(Block):
         }
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`. The rows of qkv_proj are the worker's q, then k, then v. With
-        fewer kv heads than workers, several workers hold the same kv head."""
+        """Adds an engine worker's parameters to `b`. The rows of qkv_proj are the worker's q (each query followed
+        by its gate, if any), then k, then v. With fewer kv heads than workers, several workers hold the same kv
+        head."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         q = self.heads // cut.tensor * self.head_dim
         kv = max(1, self.kv_heads // cut.tensor) * self.head_dim
         kv_start = rank * kv if self.kv_heads >= cut.tensor else rank // (cut.tensor // self.kv_heads) * kv
-        for kind, shape in self._kinds(q + 2 * kv):
+        queries = self._query_parts * q
+        for kind, shape in self._kinds(queries + 2 * kv):
             fused = b.param(f"{prefix}.qkv_proj.{kind}", *shape)
-            b.rows(fused, 0, f"{prefix}.q_proj.{kind}", rank * q, q)
-            b.rows(fused, q, f"{prefix}.k_proj.{kind}", kv_start, kv)
-            b.rows(fused, q + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
+            b.rows(fused, 0, f"{prefix}.q_proj.{kind}", rank * queries, queries)
+            b.rows(fused, queries, f"{prefix}.k_proj.{kind}", kv_start, kv)
+            b.rows(fused, queries + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
         b.columns(b.param(f"{prefix}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
         for name, start, rows in (("q_norm.weight", rank * q, q), ("k_norm.weight", kv_start, kv)):
             if self.qk_norm == "all_heads" and self.engine_norm_rows:
@@ -280,7 +299,7 @@ class GroupedQueryAttention(Block):
         return {"heads": share(self.heads, cut.tensor, rank), "kv": groups}
 
     def flops(self) -> TokenFlops:
-        matrices = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        matrices = self.hidden * self.head_dim * ((1 + self._query_parts) * self.heads + 2 * self.kv_heads)
         return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
 
     def saved_bytes(self, work: Work) -> float:
@@ -303,6 +322,8 @@ class GroupedQueryAttention(Block):
         normed = before_norm + (v if work.spec == "te" else q + 2 * v)
         rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
         results = 2 * q if work.parallel.by_heads else q
+        if self.output_gate:
+            results += 2 * q  # the gate, and the gated result
         attention = tokens * b * (normed + (q + v) + results + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
 
@@ -314,7 +335,12 @@ class GroupedQueryAttention(Block):
         return 2 * max(1, self.kv_heads // tensor) * self.head_dim * itemsize
 
     def engine_width(self, cut: EngineCut) -> float:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim / cut.tensor
+        return (self._query_parts * self.heads + 2 * self.kv_heads) * self.head_dim / cut.tensor
+
+    @property
+    def _query_parts(self) -> int:
+        """Rows of q_proj for each row of a query: 2 with a gate."""
+        return 2 if self.output_gate else 1
 
     def _kinds(self, rows: int) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the weight, and the bias if any, of a fused projection, with shapes."""
