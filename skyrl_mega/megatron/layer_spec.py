@@ -61,6 +61,11 @@ def decoder_spec(
                 _use_local_modules(attention)
             elif attention.q_layernorm is not IdentityOp:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if wanted.sinks or wanted.window:
+            # Transformer Engine's own has no sinks with a ring of context ranks, and with an all-to-all every context
+            # rank gets the sinks' whole gradient, which megatron-core sums over these ranks.
+            kind = {"sinks": wanted.sinks, "window": wanted.window}
+            attention.core_attention = ModuleSpec(PackedAttention, params=kind)
         if wanted.query_key_norm == "all_heads":
             heads, kv_heads = config.num_attention_heads, config.num_query_groups
             attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"heads": heads})

@@ -17,13 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.megatron import speed
+from skyrl_mega.megatron.config_classes import config_class
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.precision import transformer_settings
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
@@ -179,10 +180,8 @@ def transformer_config(
         **speed.fields(policy, "te" if te else "local", experts),
         **(transformer_settings(policy.precision) if te else {}),
     )
-    latent = settings.transformer.get("multi_latent_attention")
-    if latent:
-        ours["apply_rope_fusion"] = False  # the fused rotation of latent attention computes YaRN alone
-    return with_options(MLATransformerConfig if latent else TransformerConfig, ours, policy.options, "policy.options")
+    kind, needed = config_class(settings.transformer)
+    return with_options(kind, ours | needed, policy.options, "policy.options")
 
 
 def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:

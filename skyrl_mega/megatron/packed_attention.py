@@ -1,6 +1,8 @@
-"""Causal attention over packed rows, for `policy.spec=local`.
+"""Causal attention over packed rows, for `policy.spec=local`, and for layers with sinks or a sliding window.
 
 megatron-core's local spec lacks packed (THD) and context-parallel attention; `PackedAttention` has both on any device.
+
+A sink (arXiv:2309.17453) is a learned logit per head without a value: it takes a share of every token's softmax.
 
 Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
 heads, D width of queries and keys, E width of values (D, but for latent attention).
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 
 from skyrl_mega.megatron.context_exchange import heads_of_whole_row, tokens_of_all_heads
 from skyrl_mega.megatron.packing import PackedRow, run_positions
+from skyrl_mega.megatron.sink_kernel import KernelRows, SinkKernel
 
 try:
     from torch.nn.attention import varlen
@@ -36,6 +39,9 @@ class PackedAttention(MegatronModule):
     Context ranks gather keys and values, or exchange tokens for heads of whole sequences (`cp_comm_type` "a2a"). On
     CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become the
     rows of a padded [N, S] grid, for one fused call.
+
+    `window` is the number of tokens, itself included, that a token attends to. With `sinks` every tensor rank holds the
+    logits of its own heads, named as in Transformer Engine.
     """
 
     def __init__(
@@ -46,9 +52,18 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        sinks: bool = False,
+        window: int | None = None,
         **__: Any,
     ) -> None:
         super().__init__(config=config)
+        self.window = window
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # Without the mark the gradient norm counts the first tensor rank's heads alone.
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.layer_number = layer_number
         self.context = pg_collection.cp
         self.by_heads = cp_comm_type == "a2a"
@@ -72,31 +87,33 @@ class PackedAttention(MegatronModule):
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
+        sinks: Tensor | None = self.softmax_offset
         if row.global_L is not None and self.by_heads:
             query, key, value = heads_of_whole_row((query, key, value), row.global_L, self.context)
-            out = self._attend(query, key, value, row.whole())
+            sinks = None if sinks is None else sinks.chunk(self.context.size())[self.context.rank()]
+            out = self._attend(query, key, value, row.whole(), sinks)
             return tokens_of_all_heads(out, row.global_L, self.context)
-        return self._attend(query, key, value, row)
+        return self._attend(query, key, value, row, sinks)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Returns `forward` without an exchange of heads. A collective of the context ranks if `row` is a part of a
-        row."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, sinks: Tensor | None) -> Tensor:
+        """Returns `forward` without an exchange of heads; `sinks` [H] are those of the heads. A collective of the
+        context ranks if `row` is a part of a row."""
         assert row.sequence_L is not None and row.position_L is not None
         if row.global_L is not None:
             key, value = (
                 gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
                 for t in (key, value)
             )
-        if _can_use_varlen(query):
-            return self._varlen(query, key, value, row)
+        if _can_use_varlen(query, sinks is not None or self.window is not None):
+            return self._varlen(query, key, value, row, sinks)
         grouped = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
         longest = row.max_seqlen_q
         if row.global_L is None:
             slot = row.sequence_L * longest + row.position_L
             q, k, v = (_grid(t, slot, row.sequences, longest) for t in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-            return _ungrid(out, slot)
+            at = torch.arange(longest, device=query.device).view(1, 1, longest, 1)
+            return _ungrid(self._softmax(q, k, v, at, sinks), slot)
 
         size = self.context.size()
         lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
@@ -111,12 +128,28 @@ class PackedAttention(MegatronModule):
         q = _grid(query, slot, row.sequences, local)
         at = torch.zeros(row.sequences * local, dtype=torch.long, device=query.device)
         at[slot] = row.position_L
-        mask = torch.arange(longest, device=query.device) <= at.view(row.sequences, 1, local, 1)
-        return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
+        return _ungrid(self._softmax(q, k, v, at.view(row.sequences, 1, local, 1), sinks), slot)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Computes `forward` with torch's kernel: query [L, H, D], key [T, G, D] and value [T, G, E] of the row →
-        [L, H·E]."""
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, sinks: Tensor | None) -> Tensor:
+        """Returns [N, H, Q, E] for a grid of queries [N, H, Q, D] at positions `at` [N or 1, 1, Q, 1], keys
+        [N, H, S, D] at positions 0 … S - 1, and values [N, H, S, E]."""
+        if sinks is None and self.window is None and query.shape[2] == key.shape[2]:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+        keys = torch.arange(key.shape[2], device=key.device)
+        mask = keys <= at
+        if self.window is not None:
+            mask &= keys > at - self.window
+        if sinks is not None:
+            # The sink is one more key with scores of zero, plus the logit as a bias, and a value of zero.
+            key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
+            bias = query.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
+            shape = (len(mask), query.shape[1], query.shape[2])
+            mask = torch.cat([bias.expand(*shape, -1), sinks.to(query.dtype).view(1, -1, 1, 1).expand(*shape, 1)], -1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, sinks: Tensor | None) -> Tensor:
+        """Computes `forward` with torch's kernel: query [L, H, D], key [T, G, D] and value [T, G, E] of the row, and
+        sinks [H] → [L, H·E]."""
         query_width, value_width = query.shape[-1], value.shape[-1]
         cu_q = cu_k = row.cu_seqlens_q
         longest_q = longest_k = row.max_seqlen_q
@@ -136,14 +169,26 @@ class PackedAttention(MegatronModule):
         if grouped > 1 and "enable_gqa" not in _VARLEN:
             key, value = (t.repeat_interleave(grouped, dim=1) for t in (key, value))
         value = F.pad(value, (0, query_width - value_width))  # the kernel has one width for all
-        scale = {} if math.isclose(self.scale, query_width**-0.5) else {"scale": self.scale}
-        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN, **scale)
+        out: Tensor
+        if sinks is not None:
+            window = (-1 if self.window is None else self.window - 1, 0)
+            out = SinkKernel.apply(
+                query, key, value, sinks, KernelRows(cu_q, cu_k, longest_q, longest_k, self.scale, window)
+            )
+            return out[..., :value_width].flatten(1)
+        options = dict(_VARLEN)
+        if not math.isclose(self.scale, query_width**-0.5):
+            options["scale"] = self.scale
+        if self.window is not None:
+            options["window_size"] = (self.window - 1, 0)
+        out = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **options)
         return out[..., :value_width].flatten(1)
 
 
-def _can_use_varlen(query: Tensor) -> bool:
-    """Returns True if torch can run its variable-length kernel on `query`."""
-    return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+def _can_use_varlen(query: Tensor, windows: bool) -> bool:
+    """Returns True if torch can run its variable-length kernel on `query`, with sliding windows if `windows`."""
+    known = varlen_attn is not None and (not windows or "window_size" in _VARLEN)
+    return known and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _causal(kernel: Any) -> dict[str, Any]:

@@ -67,7 +67,6 @@ def settings(decoder: Decoder) -> MegatronSettings:
         "hidden_size": decoder.hidden,
         "normalization": "RMSNorm",
         "layernorm_epsilon": decoder.norm_eps,
-        "add_bias_linear": False,
     }
     if decoder.zero_centered_norms:
         transformer["layernorm_zero_centered_gamma"] = True
@@ -82,6 +81,7 @@ def settings(decoder: Decoder) -> MegatronSettings:
                         f"{value}; it takes one value for all layers; choose another model",
                         key="config.json",
                     )
+    transformer.setdefault("add_bias_linear", False)
     return MegatronSettings(transformer, gpt)
 
 

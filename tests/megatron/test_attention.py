@@ -34,6 +34,7 @@ def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float],
     attention = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.context, attention.scale, attention.by_heads = dist.group.WORLD, scale, by_heads
+    attention.window = attention.softmax_offset = None
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (
         torch.randn(len(row.sequence_L), heads, width, generator=generator, requires_grad=True)

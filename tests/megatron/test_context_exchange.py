@@ -90,6 +90,7 @@ def bare_attention(by_heads: bool) -> packed_attention.PackedAttention:
     layer = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
     torch.nn.Module.__init__(layer)
     layer.context, layer.scale, layer.by_heads = dist.group.WORLD, WIDTH**-0.5, by_heads
+    layer.window = layer.softmax_offset = None
     return layer
 
 

@@ -77,6 +77,10 @@ class LayerModules:
     """RMSNorm of queries and keys: over each head, or over all heads together."""
     delta_net: DeltaNetSizes | None = None
     """Sizes of a gated delta net, which replaces the layer's attention; None: attention."""
+    sinks: bool = False
+    """True for a sink in every head's softmax."""
+    window: int | None = None
+    """Number of tokens, itself included, that a token attends to; None: all earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,8 @@ class TokenFlops:
     """Operations per previous token, to be multiplied by the number of previous tokens."""
     decoding: float | None = None
     """Operations per previous token while an engine decodes; None: `attention`."""
+    window: int | None = None
+    """Upper bound of the number of previous tokens, itself included; None: no bound."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +313,11 @@ class Block(Protocol):
             itemsize: Bytes of a cached element.
         """
         return 0
+
+    def kv_window(self) -> int | None:
+        """Returns the number of a sequence's last tokens that an engine's KV cache keeps for this block; None: all
+        tokens."""
+        return None
 
     def state_bytes(self, cut: EngineCut) -> int:
         """Returns the bytes of a sequence's state in an engine worker for this block of one layer, besides the KV

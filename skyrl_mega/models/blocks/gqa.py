@@ -1,10 +1,14 @@
-"""Grouped-query attention (arXiv:2305.13245) with rotary positions (arXiv:2104.09864), and the norm before it."""
+"""Grouped-query attention (arXiv:2305.13245) and the norm before it.
+
+Options: sinks, a logit per head without a value in every softmax (arXiv:2309.17453), and a sliding window, the only
+tokens that a token attends to (arXiv:2004.05150).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
@@ -22,77 +26,15 @@ from skyrl_mega.models.blocks.base import (
     share,
     without_fp8,
 )
-from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
+from skyrl_mega.models.blocks.rope import Rope
+from skyrl_mega.models.config_json import Hf, integer, require, unsupported
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
 Norms = Literal["none", "head", "all_heads"]
 NORM = "input_layernorm.weight"
-ROPE_THETA = 10_000.0
-"""Default base of rotary positions."""
 CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head that vLLM's attention on a CPU is compiled for."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: the base, the scaling of frequencies (`none`, `linear`, `llama3`), and the rotated part."""
-
-    base: float
-    scaling: str = "none"
-    factor: float = 1.0
-    part: float = 1.0
-    """Fraction of a head's width, from its start, that is rotated."""
-
-    @classmethod
-    def read(cls, hf: Hf, part: float | None = None) -> Rope:
-        """Returns the positions described by `rope_parameters` (transformers 5), or by `rope_theta` and `rope_scaling`
-        (before).
-
-        megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1. Without
-        `rope_theta` the base is `ROPE_THETA`.
-
-        Args:
-            hf: Content of config.json.
-            part: Default of `partial_rotary_factor`, the rotated fraction of a head; then no scaling is allowed. None:
-                only 1 is allowed.
-
-        Raises:
-            UserError: The scaling or the fraction is not supported, or a value is no positive number.
-        """
-        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-        values = hf.get(key) or {}
-        if not isinstance(values, Mapping):
-            raise unsupported(hf, key, "a mapping")
-        bases = [keys for keys in (values, hf) if "rope_theta" in keys]
-        base = number(bases[0], "rope_theta") if bases else ROPE_THETA
-        kind = values.get("rope_type", values.get("type", "default"))
-        keys = values if "partial_rotary_factor" in values else {"partial_rotary_factor": part or 1.0, **hf}
-        rotated = number(keys, "partial_rotary_factor")
-        if rotated > 1 or (part is None and rotated != 1):
-            raise unsupported(hf, key, f"a partial_rotary_factor of {'1' if part is None else 'at most 1'}")
-        if kind == "default":
-            return cls(base, part=rotated)
-        if part is not None:
-            raise unsupported(hf, key, "rope_type default for this model_type")
-        if kind == "linear":
-            return cls(base, "linear", number(values, "factor"))
-        constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-        if kind == "llama3" and all(values.get(name) == value for name, value in constants.items()):
-            return cls(base, "llama3", number(values, "factor"))
-        allowed = ", ".join(f"{name} {value}" for name, value in constants.items())
-        raise unsupported(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
-
-    def megatron_args(self) -> dict[str, Any]:
-        """Returns the keyword arguments of megatron-core's `GPTModel` for these positions."""
-        args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": self.base}
-        if self.part != 1.0:
-            args["rotary_percent"] = self.part
-        if self.scaling == "llama3":
-            args |= {"rope_scaling": True, "rope_scaling_factor": self.factor}
-        elif self.scaling == "linear":
-            args["seq_len_interpolation_factor"] = self.factor
-        return args
 
 
 @dataclass(frozen=True)
@@ -113,6 +55,12 @@ class GroupedQueryAttention(Block):
     output_gate: bool = False
     """True if the rows of q_proj are a query and a gate for each head: the gate's sigmoid multiplies the head's result
     (arXiv:2505.06708)."""
+    output_bias: bool = False
+    """True for a bias in the output projection."""
+    sinks: bool = False
+    """True for a sink in every head; the family's class in vLLM then calls the layer `attn`."""
+    window: int | None = None
+    """Number of tokens, itself included, that a token attends to; None: all earlier ones."""
 
     @classmethod
     def read(
@@ -124,6 +72,10 @@ class GroupedQueryAttention(Block):
         bias_key: str | None = "attention_bias",
         part: float | None = None,
         output_gate: bool = False,
+        output_bias: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
+        yarn: bool = False,
     ) -> GroupedQueryAttention:
         """Returns the attention described by config.json. Default `head_dim`: the hidden size divided by the heads.
         Default `num_key_value_heads`: the number of query heads.
@@ -135,6 +87,10 @@ class GroupedQueryAttention(Block):
             bias_key: Key of config.json that must be false or absent; None checks no key.
             part: As in `Rope.read`.
             output_gate: True if a gate multiplies each head's result.
+            output_bias: True for a bias in the output projection.
+            sinks: True for a sink in every head. The family then reads the keys of sliding windows itself.
+            window: Number of tokens that a token attends to; None: all earlier ones.
+            yarn: As in `Rope.read`.
 
         Raises:
             UserError: A key is missing, or a value is not supported.
@@ -144,7 +100,7 @@ class GroupedQueryAttention(Block):
         if heads % kv_heads:
             raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
         require(hf, "use_sliding_window", False)
-        if "use_sliding_window" not in hf:
+        if "use_sliding_window" not in hf and not sinks:
             require(hf, "sliding_window", None)  # vLLM uses it with every family
         require(hf, "dual_chunk_attention_config", None)
         if bias_key:
@@ -154,10 +110,13 @@ class GroupedQueryAttention(Block):
             heads=heads,
             kv_heads=kv_heads,
             head_dim=hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim"),
-            rope=Rope.read(hf, part),
+            rope=Rope.read(hf, part, yarn=yarn),
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
             output_gate=output_gate,
+            output_bias=output_bias,
+            sinks=sinks,
+            window=window,
         )
 
     def facts(self) -> Mapping[str, int]:
@@ -176,6 +135,10 @@ class GroupedQueryAttention(Block):
             shapes[f"{source}.self_attn.q_norm.weight"] = (q if all_heads else self.head_dim,)
             shapes[f"{source}.self_attn.k_norm.weight"] = (kv if all_heads else self.head_dim,)
         shapes[f"{source}.self_attn.o_proj.weight"] = (self.hidden, q)
+        if self.output_bias:
+            shapes[f"{source}.self_attn.o_proj.bias"] = (self.hidden,)
+        if self.sinks:
+            shapes[f"{source}.self_attn.sinks"] = (self.heads,)
         return shapes
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
@@ -188,10 +151,14 @@ class GroupedQueryAttention(Block):
         }
         if self.output_gate:
             transformer["attention_output_gate"] = True
+        if self.output_bias:
+            transformer["add_bias_linear"] = True
+        if self.rope.yarn:
+            transformer |= self.rope.yarn.megatron_fields()
         return MegatronSettings(transformer, self.rope.megatron_args())
 
     def layer_modules(self) -> LayerModules:
-        return LayerModules(self.qk_norm)
+        return LayerModules(self.qk_norm, sinks=self.sinks, window=self.window)
 
     def megatron_cuts(self) -> Sequence[Cut]:
         return (
@@ -214,8 +181,14 @@ class GroupedQueryAttention(Block):
         columns = self.heads * self.head_dim // size
         if place.spec == "local":
             b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
+        if self.sinks:
+            heads = self.heads // size
+            sinks = b.param(f"{megatron_prefix}.core_attention.softmax_offset", heads)
+            b.rows(sinks, 0, f"{hf_prefix}.sinks", tp * heads, heads)
         param = b.param(f"{megatron_prefix}.linear_proj.weight", self.hidden, columns)
         b.columns(param, f"{hf_prefix}.o_proj.weight", tp * columns, columns)
+        if self.output_bias:
+            b.whole(f"{megatron_prefix}.linear_proj.bias", f"{hf_prefix}.o_proj.bias")
         if place.spec == "te":
             b.whole(f"{megatron_prefix}.linear_qkv.layer_norm_weight", f"{source}.{NORM}")
         head = self.head_dim
@@ -244,6 +217,8 @@ class GroupedQueryAttention(Block):
             raise without_fp8("FP8 has not been tested with a norm over all heads of queries and keys", key)
         if self.output_gate:
             raise without_fp8("FP8 has not been tested with gated attention", key)
+        if self.sinks:
+            raise without_fp8("FP8 has not been tested with attention sinks", key)
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)
@@ -275,17 +250,23 @@ class GroupedQueryAttention(Block):
         by its gate, if any), then k, then v. With fewer kv heads than workers, several workers hold the same kv
         head."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
+        target = f"{source}.attn" if self.sinks else prefix
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
+        if self.sinks:
+            heads = self.heads // cut.tensor
+            b.rows(b.param(f"{target}.sinks", heads), 0, f"{prefix}.sinks", rank * heads, heads)
         q = self.heads // cut.tensor * self.head_dim
         kv = max(1, self.kv_heads // cut.tensor) * self.head_dim
         kv_start = rank * kv if self.kv_heads >= cut.tensor else rank // (cut.tensor // self.kv_heads) * kv
         queries = self._query_parts * q
         for kind, shape in self._kinds(queries + 2 * kv):
-            fused = b.param(f"{prefix}.qkv_proj.{kind}", *shape)
+            fused = b.param(f"{target}.qkv_proj.{kind}", *shape)
             b.rows(fused, 0, f"{prefix}.q_proj.{kind}", rank * queries, queries)
             b.rows(fused, queries, f"{prefix}.k_proj.{kind}", kv_start, kv)
             b.rows(fused, queries + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
-        b.columns(b.param(f"{prefix}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
+        b.columns(b.param(f"{target}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
+        if self.output_bias:
+            b.whole(f"{target}.o_proj.bias", f"{prefix}.o_proj.bias")
         for name, start, rows in (("q_norm.weight", rank * q, q), ("k_norm.weight", kv_start, kv)):
             if self.qk_norm == "all_heads" and self.engine_norm_rows:
                 b.rows(b.param(f"{prefix}.{name}", rows), 0, f"{prefix}.{name}", start, rows)
@@ -300,7 +281,7 @@ class GroupedQueryAttention(Block):
 
     def flops(self) -> TokenFlops:
         matrices = self.hidden * self.head_dim * ((1 + self._query_parts) * self.heads + 2 * self.kv_heads)
-        return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
+        return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim, window=self.window)
 
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept for the backward pass: input and output of the first norm, queries and keys before the
@@ -333,6 +314,9 @@ class GroupedQueryAttention(Block):
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
         return 2 * max(1, self.kv_heads // tensor) * self.head_dim * itemsize
+
+    def kv_window(self) -> int | None:
+        return self.window
 
     def engine_width(self, cut: EngineCut) -> float:
         return (self._query_parts * self.heads + 2 * self.kv_heads) * self.head_dim / cut.tensor

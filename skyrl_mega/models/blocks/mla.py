@@ -26,7 +26,8 @@ from skyrl_mega.models.blocks.base import (
     share,
     without_fp8,
 )
-from skyrl_mega.models.blocks.gqa import NORM, ROPE_THETA
+from skyrl_mega.models.blocks.gqa import NORM
+from skyrl_mega.models.blocks.rope import ROPE_THETA, Yarn
 from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -35,38 +36,6 @@ YARN = ("yarn", "deepseek_yarn")
 """Values of `rope_type`: the published one, and vLLM's in the configuration of a loaded model."""
 CPU_WIDTHS = (512, 64)
 """The only `kv_lora_rank` and `qk_rope_head_dim` that vLLM's decode kernel on a CPU is compiled for."""
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN's scaling of rotary positions (arXiv:2309.00071). Field names as in config.json."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-
-    @classmethod
-    def read(cls, hf: Hf, key: str) -> Yarn:
-        """Returns the scaling described by the mapping `key` of config.json, which is present.
-
-        Raises:
-            UserError: A value is missing or not supported: transformers, vLLM and megatron-core would compute different
-                scalings.
-        """
-        values = {"beta_fast": 32, "beta_slow": 1, **hf[key]}
-        for name in ("mscale", "mscale_all_dim"):
-            if name not in values:  # each library then has a default of its own
-                raise unsupported(hf, key, "a YaRN with mscale and mscale_all_dim above 0")
-        for name, allowed in (("attention_factor", None), ("truncate", True)):
-            require(values, name, allowed)
-        return cls(
-            number(values, "factor"),
-            integer(values, "original_max_position_embeddings"),
-            *(number(values, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
-        )
 
 
 @dataclass(frozen=True)
