@@ -137,7 +137,7 @@ def fitted(costs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
 
     Args:
         costs: Seconds per unit of each unknown, a row for each run.
-        seconds: MeasuredRun seconds of each run.
+        seconds: Measured seconds of each run.
     """
     matrix, best = np.array(costs) / np.array(seconds)[:, None], (np.inf, [0.0] * len(costs[0]))
     for count in range(1, matrix.shape[1] + 1):

@@ -137,7 +137,7 @@ def check_servers(config: Config, vocab: int) -> None:
             async with asyncio.timeout(REACH_S):
                 await examine(open_server(spec), spec)
         except (EngineDied, TimeoutError) as error:
-            why = f"the server does not answer: {error or f'no answer within {REACH_S:g} s'}"
+            why = f"the server does not answer: {str(error) or f'no answer within {REACH_S:g} s'}"
             fix = "start it first (docs/endpoints.md)"
             raise UserError(why, key=f"{spec.key}.url", value=spec.address.url, fix=fix) from error
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CHECK_EVERY_S = 0.5
 """Seconds between checks of vLLM's process during a call."""
+CHECKS_AFTER_ERROR = 4
+"""Checks of vLLM's process after a failed call, before the error counts as the call's own."""
 ABORT_AGAIN_S = 1.0
 FETCH_CHECK_S = 0.1
 """Seconds between checks for the end of a download of weights."""
@@ -581,6 +583,11 @@ class VllmEngine:
         try:
             return task.result()
         except Exception as error:
+            # When a replica dies, vLLM ends the others; these may refuse a call before the death is known here.
+            for _ in range(CHECKS_AFTER_ERROR):
+                if self.llm.errored:
+                    break
+                await asyncio.sleep(CHECK_EVERY_S)
             raise self._translate_error(error) from error
 
     def _translate_error(self, error: Exception) -> Exception:
