@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         hf = inputs.model_config(config)
         layout_checks.check_engine(config, hf)
         draft_checks.check_suffix(config)
-        draft_checks.check_draft_model(config, hf)
+        draft_checks.check_draft_weights(config, hf)
         config = inputs.with_device(config, training=False)
     with Console(as_json=args.json) as console:
         if not args.sets:

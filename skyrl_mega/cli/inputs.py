@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.cli.agent_checks import check_agents
-from skyrl_mega.cli.draft_checks import check_draft_model, check_suffix
+from skyrl_mega.cli.draft_checks import check_draft_weights, check_suffix
 from skyrl_mega.cli.experts import check_experts
 from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
@@ -66,7 +66,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     check_experts(config, hf)
     check_layouts(config, hf)
     check_suffix(config)
-    check_draft_model(config, hf)
+    check_draft_weights(config, hf)
     for other in filter(None, (config.reference.path, config.critic.path)):
         index.check_files(Path(other))
     _check_preparation(config)
@@ -121,7 +121,7 @@ def planned_inputs(
             index.check_files(other)
         else:
             absent.append(str(other))
-    absent += check_draft_model(config, hf, planned=True)
+    absent += check_draft_weights(config, hf, planned=True)
     if not config.data.prepare:
         absent += [file for file in _files(config) if not Path(file).exists()]
     _check_preparation(config)

@@ -6,21 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_mega.config.schema import RolloutConfig
+from skyrl_mega.config.schema.drafts import HEADS
 
 OPTION = "speculative_config"
 """vLLM's engine argument."""
 WEIGHTLESS = ("ngram", "ngram_gpu", "suffix")
 """vLLM's methods without weights."""
-METHODS = {"ngram": "ngram", "suffix": "suffix", "model": "draft_model"}
+METHODS = {name: name for name in ("ngram", "suffix", *HEADS, "mtp")} | {"model": "draft_model"}
 """`rollout.drafts.method` → vLLM's method."""
+
+
+FROM_FILES = ("model", *HEADS, "mtp")
+"""Values of `rollout.drafts.method` with weights, which are read from files and never updated."""
+
+EAGLE3_TARGETS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "llama",
+    "minimax_m2",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""`model_type` of the models that give hidden states to an EAGLE-3 head in vLLM 0.32."""
+MTP_TARGETS = ("glm4_moe",)
+"""`model_type` of the models whose layers of multi-token prediction an engine can read."""
 
 
 def speculative_config(rollout: RolloutConfig) -> dict[str, Any]:
     """Returns vLLM's `speculative_config`; {} without draft tokens. Entries of `rollout.options.speculative_config`
     take precedence over `rollout.drafts`.
 
-    The weights of a draft model are read from its own directory; vLLM would otherwise initialise them like the
-    policy's, which a sync delivers.
+    The weights of drafts are read from files; vLLM would otherwise initialise them like the policy's, which a sync
+    delivers.
     """
     drafts, given = rollout.drafts, rollout.options.get(OPTION)
     settings: dict[str, Any] = {}
@@ -28,13 +47,15 @@ def speculative_config(rollout: RolloutConfig) -> dict[str, Any]:
         settings = {"method": METHODS[drafts.method], "num_speculative_tokens": drafts.max_tokens}
     if drafts.method == "ngram":
         settings |= {"prompt_lookup_min": drafts.shortest, "prompt_lookup_max": drafts.longest}
-    if drafts.method == "model":
-        settings |= {"model": drafts.path, "draft_load_config": {"load_format": "auto"}}
+    if drafts.path:
+        settings["model"] = drafts.path
+    if drafts.method in FROM_FILES:
+        settings["draft_load_config"] = {"load_format": "auto"}
     return {**settings, **given} if isinstance(given, Mapping) else settings
 
 
 def draft_method(rollout: RolloutConfig) -> str:
-    """Returns vLLM's name of the method of draft tokens: `ngram`, `suffix`, `draft_model`, or the method given in
+    """Returns vLLM's name of the method of draft tokens: a value of `METHODS`, or the method given in
     `rollout.options.speculative_config`; "" without drafts."""
     return str(speculative_config(rollout).get("method", ""))
 

@@ -190,7 +190,7 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
     KV cache without space is no error: `tokens` is then 0."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
-    draft_weights, draft_cache = draft_bytes(config)
+    draft_weights, draft_cache = draft_bytes(config, decoder)
     weights = engine_bytes(config, decoder, worker) + draft_weights
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)

@@ -257,7 +257,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
 
     drafts, accepted = draft_tokens(rollout), rollout.drafts.acceptance * draft_tokens(rollout)
-    model = draft_model(config)
+    model = draft_model(config, decoder)
     propose = decoding(without_drafts(config), model, mean) if model else lambda running: 0.0
     may_stop = rollout.drafts.adaptive and draft_method(rollout) in WEIGHTLESS
 

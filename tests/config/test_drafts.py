@@ -25,6 +25,8 @@ NGRAM = "rollout.drafts.method=ngram"
         f"{NGRAM} policy.moe.replay=rollout cluster.device=cuda cluster.nodes=2",
         f"{NGRAM} run.deterministic=true",
         "rollout.drafts.method=model rollout.drafts.path=small residency.keep=[]",
+        "rollout.drafts.method=eagle3 rollout.drafts.path=head residency.keep=[] policy.moe.replay=rollout",
+        "rollout.drafts.method=mtp residency.keep=[]",
         "rollout.options.speculative_config={method:ngram,num_speculative_tokens:3,prompt_lookup_max:4}",
         f"{NGRAM} rollout.options.speculative_config.num_speculative_tokens_per_batch_size=[[1,8,4]]",
     ],
@@ -36,8 +38,16 @@ def test_possible_drafts_pass(base: Path, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("rollout.drafts.method=eagle", "rollout.drafts.method = eagle: allowed is one of none, ngram, suffix, model"),
+        (
+            "rollout.drafts.method=medusa",
+            "rollout.drafts.method = medusa: allowed is one of none, ngram, suffix, model",
+        ),
         ("rollout.drafts.method=model", "rollout.drafts.path = null: rollout.drafts.method=model needs the directory"),
+        (
+            "rollout.drafts.method=eagle3",
+            "rollout.drafts.path = null: rollout.drafts.method=eagle3 needs the directory",
+        ),
+        ("rollout.drafts.method=mtp rollout.drafts.path=x", "rollout.drafts.path = x: rollout.drafts.method=mtp reads"),
         (f"{NGRAM} rollout.drafts.path=small", "rollout.drafts.path = small: rollout.drafts.method=ngram reads no"),
         (f"{NGRAM} rollout.drafts.shortest=9", "rollout.drafts.shortest = 9: allowed is at most rollout.drafts.long"),
         (
@@ -53,16 +63,16 @@ def test_possible_drafts_pass(base: Path, arguments: str) -> None:
             "rollout.options.speculative_config = {method: ngram}: num_speculative_tokens is missing",
         ),
         (
-            "rollout.options.speculative_config={method:eagle3,model:head,num_speculative_tokens:3}",
-            "rollout.options.speculative_config.method = eagle3: its weights read the policy's hidden states",
+            "rollout.options.speculative_config={method:medusa,model:head,num_speculative_tokens:3}",
+            "rollout.options.speculative_config.method = medusa: such drafts have not been tried",
         ),
         (
-            "rollout.options.speculative_config={method:mtp,num_speculative_tokens:1}",
-            "rollout.options.speculative_config.method = mtp: its weights read the policy's hidden states",
+            "rollout.options.speculative_config={method:eagle3,model:head,num_speculative_tokens:1}",
+            "rollout.options.speculative_config.method = eagle3: vLLM would give the drafts random weights",
         ),
         (
-            "rollout.options.speculative_config={method:draft_model,model:small,num_speculative_tokens:1}",
-            "rollout.options.speculative_config.method = draft_model: vLLM would give the draft model random weights",
+            "rollout.drafts.method=mtp policy.moe.replay=rollout",
+            "rollout.drafts.method = mtp: the experts of its layers would be recorded",
         ),
         (
             f"{NGRAM} rollout.options.speculative_config.method=suffix",
@@ -102,3 +112,7 @@ def test_settings_become_vllms() -> None:
     assert (draft_method(rollout), draft_tokens(rollout)) == ("ngram", 6)
     model = speculative_config(RolloutConfig(drafts=DraftsConfig(method="model", path="small")))
     assert model["method"] == "draft_model" and model["draft_load_config"] == {"load_format": "auto"}
+    head = speculative_config(RolloutConfig(drafts=DraftsConfig(method="eagle", path="head")))
+    assert head == model | {"method": "eagle", "model": "head"}
+    layers = speculative_config(RolloutConfig(drafts=DraftsConfig(method="mtp", max_tokens=1)))
+    assert layers == {"method": "mtp", "num_speculative_tokens": 1, "draft_load_config": {"load_format": "auto"}}

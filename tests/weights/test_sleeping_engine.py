@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ class Place:
     """An engine, a policy as the source of weights, and the answers before the first sleep."""
 
     model: Path
+    policy: ActorGroup
     engines: ActorGroup
     fleet: Fleet
     sync: WeightSync
@@ -59,11 +60,11 @@ class Place:
         """Returns the resident bytes of the single worker."""
         return int(self.call("workers", "resident")[0])
 
-    def rest_and_return(self) -> None:
+    def rest_and_return(self, version: int = 2) -> None:
         """Runs the engine side of a step: sleep, weights for a sync, cache for the next generation."""
         self.fleet.sleep(ENGINE)
         self.fleet.wake([WEIGHTS])
-        self.sync.sync(2)
+        self.sync.sync(version)
         self.fleet.wake([CACHE])
 
 
@@ -75,10 +76,13 @@ def place_of(
     *,
     drafts: DraftsConfig | None = None,
     routes: bool = False,
+    prepare: Callable[[Path], None] | None = None,
     **sizes: Any,
 ) -> Iterator[Place]:
-    """Yields a place with an engine of `tensor` workers."""
+    """Yields a place with an engine of `tensor` workers; `prepare` changes the model's files first."""
     model = build_model(folder / kind, kind, 0, **sizes)
+    if prepare is not None:
+        prepare(model)
     hf = json.loads((model / "config.json").read_text())
     rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor, drafts=drafts or DraftsConfig())
     weights = WeightsConfig(bucket_mib=1, timeout_s=60)
@@ -89,7 +93,9 @@ def place_of(
     parallel = ParallelDims(ranks=1)
     policy = holders(parallel, hf, folder)
     policy.call_all("load", model, timeout=120)
-    place = Place(model, engines, fleet, WeightSync(policy, fleet, hf, cut(config, parallel), plans=folder / "plans"))
+    place = Place(
+        model, policy, engines, fleet, WeightSync(policy, fleet, hf, cut(config, parallel), plans=folder / "plans")
+    )
     place.sync.sync(1)
     place.answers = place.ask()
     yield place

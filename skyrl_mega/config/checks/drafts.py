@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from skyrl_mega.common.values import shown
-from skyrl_mega.config.drafts import METHODS, OPTION, WEIGHTLESS, draft_method, speculative_config
+from skyrl_mega.config.drafts import FROM_FILES, METHODS, OPTION, WEIGHTLESS, draft_method, speculative_config
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.fields import Refusals
 
 KEY = f"rollout.options.{OPTION}"
-SUPPORTED = (*WEIGHTLESS, "draft_model")
+SUPPORTED = (*WEIGHTLESS, *(METHODS[name] for name in FROM_FILES))
 """vLLM's methods that a run may use."""
 
 
 @raising
 def check_drafts(c: Config) -> Refusals:
-    """Raises a UserError for settings of draft tokens that contradict each other, need trained weights that no run has,
-    or change the distribution of the sampled tokens."""
+    """Raises a UserError for settings of draft tokens that contradict each other, have not been tried, or change the
+    distribution of the sampled tokens."""
     r, given, method = c.rollout, c.rollout.options.get(OPTION), draft_method(c.rollout)
     yield from r.drafts.refusals()
     if given is not None and not isinstance(given, Mapping):
@@ -56,9 +56,13 @@ def _method_refusals(c: Config, method: str) -> Refusals:
     elif method not in SUPPORTED:
         yield (
             f"{KEY}.method",
-            "its weights read the policy's hidden states, and a policy trains neither heads of draft tokens nor layers "
-            f"of multi-token prediction (docs/drafts.md); allowed is one of {', '.join(SUPPORTED)}",
+            f"such drafts have not been tried with a policy that is trained; allowed is one of {', '.join(SUPPORTED)}",
         )
-    elif method == "draft_model" and drafts == "none":
-        why = "vLLM would give the draft model random weights"
-        yield f"{KEY}.method", why, "give rollout.drafts.method=model and rollout.drafts.path instead"
+    elif method not in WEIGHTLESS and drafts == "none":
+        (name,) = (name for name in FROM_FILES if METHODS[name] == method)
+        path = "" if name == "mtp" else " and rollout.drafts.path"
+        yield (
+            f"{KEY}.method",
+            "vLLM would give the drafts random weights",
+            f"give rollout.drafts.method={name}{path} instead",
+        )
