@@ -20,21 +20,21 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import parse_json, writing
+from skyrl_mega.common.threads import in_threads
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_table
 from skyrl_mega.parallel.box import Box
 
@@ -49,8 +49,6 @@ _TASK_BYTES = 256 << 20
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _ENTRY = re.compile(r"(?P<tensor>.+)\[(?P<box>[\d:,]*)\]\.(?P<kind>\w+)")
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
                     place += len(data)
             return crc
 
-        crcs = _run_threads(write, range(len(ordered)))
+        crcs = in_threads(write, range(len(ordered)), THREADS, "boxes")
         header = _header(ordered, begins, ends, crcs)
         with writing(file):
             _pwrite(descriptor, memoryview(header), 0)
@@ -260,7 +258,7 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
         finally:
             os.close(descriptor)
 
-    _run_threads(read, tasks)
+    in_threads(read, tasks, THREADS, "boxes")
     return all(box == entry.box for task in tasks for entry, box, _ in task)
 
 
@@ -281,7 +279,7 @@ def check_entries(entries: Sequence[BoxEntry]) -> None:
         finally:
             os.close(descriptor)
 
-    _run_threads(check, entries)
+    in_threads(check, entries, THREADS, "boxes")
 
 
 def _tasks(wanted: list[tuple[BoxEntry, Box, Tensor]]) -> Iterator[list[tuple[BoxEntry, Box, Tensor]]]:
@@ -411,14 +409,3 @@ def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], at + done)
-
-
-def _run_threads(do: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
-    """Calls `do` for each item, on several threads; after the first failure no further call starts."""
-    with ThreadPoolExecutor(THREADS, "boxes") as pool:
-        futures = [pool.submit(do, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

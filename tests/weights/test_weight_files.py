@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.files import coding, store
 from skyrl_mega.weights.files.collect import collect
+from skyrl_mega.weights.files.download import Download
 from skyrl_mega.weights.files.image import Incomplete
 from skyrl_mega.weights.files.manifest import DamagedFiles
+from skyrl_mega.weights.files.source import Source
 from skyrl_mega.weights.files.store import Absent, FolderStore, StoreError, open_store
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from tests.support.weight_files import Policy, Worker, random_weights, step, workers
@@ -181,6 +184,37 @@ def test_an_object_store_serves_like_a_folder(tmp_path: Path, generator: torch.G
     opened = open_store(policy.folder)
     assert collect(opened, policy.name, 2) == 2 * 5
     assert len(opened.list_keys()) == 4 + 5
+
+
+def test_an_object_whose_upload_fails_is_not_there() -> None:
+    opened = open_store("memory://weights/partial")
+
+    def write(error: BaseException) -> None:
+        with opened.writing("a/b") as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(StoreError, match="disk full"):
+        write(OSError("disk full"))
+    with pytest.raises(KeyboardInterrupt):
+        write(KeyboardInterrupt())
+    assert opened.list_keys() == []
+
+
+def test_a_download_that_is_replaced_at_once_reads_nothing(tmp_path: Path, generator: torch.Generator) -> None:
+    policy, weights = policy_of(tmp_path), random_weights(HF, generator)
+    first, (shard,) = policy.publish(weights), architecture(HF).engine_layout(HF, 1, 1).shards
+    second = policy.publish(weights, full=True)
+    fetches: list[Any] = []
+    download, release = Download(shard, architecture(HF).tensors(HF), 0), threading.Event()
+    download._thread.submit(release.wait)
+    for name in (first, second):
+        download.start(Source(policy.folder, name, 60.0))
+        fetches.append(download._running)
+    release.set()
+    with pytest.raises(StoreError, match="another fetch began"):
+        fetches[0].result(60)
+    assert fetches[1].result(60).publications == 1
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 from torch import Tensor
 
@@ -28,12 +29,15 @@ class Download:
         self._thread = ThreadPoolExecutor(1, "download")
         self._running: Future[FetchReport] | None = None
         self._source: Source | None = None
+        self._stopped = Event()
+        """Set to end the last fetch."""
 
     def start(self, source: Source) -> None:
-        """Starts to fetch a publication; an earlier fetch ends first, at its next range."""
-        self._reader.stop()
+        """Starts to fetch a publication; an earlier fetch ends first, at its next range, or does not begin."""
+        self._stopped.set()
+        self._stopped = Event()
         file = Path(source.cache) / f"worker-{self._index}.image" if source.cache else None
-        self._source, self._running = source, self._thread.submit(self._reader.fetch, source, file)
+        self._source, self._running = source, self._thread.submit(self._reader.fetch, source, file, self._stopped)
 
     @property
     def ended(self) -> bool:

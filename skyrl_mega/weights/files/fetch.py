@@ -11,13 +11,12 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
+from skyrl_mega.common.threads import in_threads
 from skyrl_mega.parallel.box import Layout, Shard
 from skyrl_mega.weights.files.coding import RELATIVE, SAME, WrongPayload
 from skyrl_mega.weights.files.image import Image, Overlap, put
@@ -43,8 +42,6 @@ THREADS = 8
 """Ranges read at the same time."""
 LONGEST_CHAIN = 10_000
 """Most publications from a full image on."""
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 REREADS = 3
 """Attempts to read a range whose checksums differ."""
 
@@ -106,12 +103,13 @@ class Reader:
         self._until = 0.0
         self._stopped = threading.Event()
 
-    def fetch(self, source: Source, file: Path | None = None) -> FetchReport:
+    def fetch(self, source: Source, file: Path | None = None, stopped: threading.Event | None = None) -> FetchReport:
         """Brings the image to a publication; does nothing if it is there already. After an error the next call resumes.
 
         Args:
             source: The publication.
             file: File of a new image; None keeps the image in host memory. Not used while there is an image.
+            stopped: Ends the fetch at the next publication or range, with a StoreError, once it is set.
 
         Raises:
             StoreError: The store failed, or lacks an object of the publication (`Absent`), or the time is over.
@@ -120,20 +118,16 @@ class Reader:
             UserError: The file cannot be used.
         """
         start, report = time.monotonic(), FetchReport()
-        self._stopped.clear()
+        self._stopped = stopped or threading.Event()
         self._until = start + source.timeout_s
         store = open_store(source.folder)
         if self.image is None or self.image.name != source.name:
+            self._check_time(source.name)
             for manifest in self._chain(store, source.name, file):
                 self._read(store, manifest, report)
                 report.publications += 1
         report.seconds = time.monotonic() - start
         return report
-
-    def stop(self) -> None:
-        """Ends a running fetch of another thread, at its next range, with a StoreError; the next fetch resumes. No
-        effect without a running fetch."""
-        self._stopped.set()
 
     def close(self) -> None:
         """Frees the image, and releases its file; a later `fetch` makes a new image."""
@@ -182,17 +176,18 @@ class Reader:
         image, payloads = self.image, self._payloads(store, manifest)
         assert image is not None
         if manifest.base:
-            fetched = _in_threads(lambda some: self._range(store, some), _ranges(payloads))
+            fetched = in_threads(lambda some: self._range(store, some), _ranges(payloads), THREADS, "fetch")
             image.name = ""
-            _in_threads(_put_all, fetched)
+            in_threads(_put_all, fetched, THREADS, "fetch")
         else:
             report.full, image.name = True, ""
             if not image.fresh:
                 plain = sum(payload.wanted.chunk.nbytes for payload in payloads)
-                payloads = [p for p, held in zip(payloads, _in_threads(_held, payloads), strict=True) if not held]
+                held = in_threads(_held, payloads, THREADS, "fetch")
+                payloads = [p for p, is_held in zip(payloads, held, strict=True) if not is_held]
                 report.kept += plain - sum(payload.wanted.chunk.nbytes for payload in payloads)
             image.fresh = False
-            _in_threads(lambda some: _put_all(self._range(store, some)), _ranges(payloads))
+            in_threads(lambda some: _put_all(self._range(store, some)), _ranges(payloads), THREADS, "fetch")
         image.name = manifest.name
         report.read += sum(payload.size for payload in payloads)
 
@@ -201,7 +196,7 @@ class Reader:
         ranks = sorted({wanted.rank for wanted in self._wanted})
         if len(self._chunks) != len(manifest.files):
             raise DamagedFiles(f"{store.address}: {manifest.name}: it has files of {len(manifest.files)} ranks")
-        read = _in_threads(lambda rank: read_index(store, manifest, rank, self._chunks[rank]), ranks)
+        read = in_threads(lambda rank: read_index(store, manifest, rank, self._chunks[rank]), ranks, THREADS, "fetch")
         indices: dict[int, PayloadIndex] = dict(zip(ranks, read, strict=True))
         begins = {rank: list(accumulate(index.sizes, initial=len(MAGIC))) for rank, index in indices.items()}
         payloads = []
@@ -223,6 +218,13 @@ class Reader:
             )
         return payloads
 
+    def _check_time(self, what: str) -> None:
+        """Raises a StoreError if the fetch was stopped, or its time is over."""
+        if self._stopped.is_set():
+            raise StoreError(f"{what}: another fetch began")
+        if time.monotonic() > self._until:
+            raise StoreError(f"{what}: not read within weights.timeout_s")
+
     def _range(self, store: Store, payloads: Sequence[_Payload]) -> list[tuple[_Payload, memoryview]]:
         """Reads adjacent payloads of a file, again if a checksum differs.
 
@@ -232,9 +234,7 @@ class Reader:
         """
         first, last = payloads[0], payloads[-1]
         for _ in range(REREADS):
-            if self._stopped.is_set() or time.monotonic() > self._until:
-                cause = "another fetch began" if self._stopped.is_set() else "not read within weights.timeout_s"
-                raise StoreError(f"{store.address}: {first.key}: {cause}")
+            self._check_time(f"{store.address}: {first.key}")
             data = memoryview(store.read(first.key, first.begin, last.begin + last.size - first.begin))
             found = [(p, data[p.begin - first.begin : p.begin - first.begin + p.size]) for p in payloads]
             if all(zlib.crc32(part) == payload.stored for payload, part in found):
@@ -261,17 +261,6 @@ def _put_all(fetched: Iterable[tuple[_Payload, memoryview]]) -> None:
             raise DamagedFiles(f"{payload.key}: {chunk.tensor}, {chunk.box}: {error}") from error
         if any(part.whole and part.crc() != payload.plain for part in parts):
             raise DamagedFiles(f"{payload.key}: {chunk.tensor}, {chunk.box}: it is not as published")
-
-
-def _in_threads(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Calls `do` for each item, on several threads; after the first failure no further call starts."""
-    with ThreadPoolExecutor(THREADS, "fetch") as pool:
-        futures = [pool.submit(do, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _ranges(payloads: Sequence[_Payload]) -> Iterator[list[_Payload]]:

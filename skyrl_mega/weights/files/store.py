@@ -174,13 +174,17 @@ class FsspecStore(Store):
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Uploads an object; see `Store.writing`."""
+        """Uploads an object; see `Store.writing`. fsspec uploads what was written before an error: it is removed."""
         place = self._place(key)
         try:
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
-            with self.files.open(place, "wb") as file:
-                yield file
-        except (UserError, MemoryError):
+            try:
+                with self.files.open(place, "wb") as file:
+                    yield file
+            except BaseException:
+                self.remove(key)
+                raise
+        except (UserError, MemoryError, StoreError):
             raise
         except Exception as error:  # each object store's library has errors of its own
             raise StoreError(f"{self.address}: {key}: {type(error).__name__}: {error}") from error
