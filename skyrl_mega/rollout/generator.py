@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
@@ -16,7 +16,7 @@ from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
-from skyrl_mega.rollout.gate import Gate
+from skyrl_mega.rollout.gate import Gate, Start
 from skyrl_mega.rollout.generators import load
 from skyrl_mega.rollout.generators.group_player import GroupPlayer
 from skyrl_mega.rollout.player import Player, PlaysGroups
@@ -128,10 +128,8 @@ class Generator:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and hence the last
                 # bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                if own and self.rollout.generator is not None:
-                    played = self.loop.run(self._generate_groups(prompts, samples, sampling, seed, progress))
-                else:
-                    played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
+                by_generator = own and self.rollout.generator is not None
+                played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress, by_generator))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
             except NoServingActor:
                 if self.refill is None:
@@ -186,66 +184,45 @@ class Generator:
         sampling: SamplingConfig,
         seed: str,
         progress: Progress | None,
+        own: bool,
     ) -> list[Trajectory]:
-        """Returns the trajectories in the order prompt 0 sample 0, prompt 0 sample 1, …."""
-        player, total, done = self.player(sampling), len(prompts) * samples, 0
-        gate = Gate(total)
+        """Returns the trajectories in the order prompt 0 sample 0, prompt 0 sample 1, …. With `own`, groups are made by
+        `rollout.generator`."""
+        # Named by place, not by prompt: a phase across an epoch's end may contain a prompt twice.
+        names, done = [f"{seed}/{place}" for place in range(len(prompts) * samples)], 0
 
-        async def play(place: int) -> Trajectory:
+        async def counted(playing: Awaitable[list[Trajectory]]) -> list[Trajectory]:
             nonlocal done
-            # Named by place, not by prompt: a phase across an epoch's end may contain a prompt twice.
-            name = f"{seed}/{place}"
-            try:
-                trajectory = await player.play(prompts[place // samples], place % samples, name, gate.starts[place])
-            finally:
-                player.router.leave()
-            done += 1
+            trajectories = await playing
+            done += len(trajectories)
             if progress is not None:
-                progress(done, total)
-            return trajectory
+                progress(done, len(names))
+            return trajectories
 
-        player.router.expect(total)
-        playing = [asyncio.create_task(play(place)) for place in range(total)]
+        if own:
+            groups = self.group_player(sampling)
+            router, starts = groups.router, Gate(len(prompts)).starts
+            waiting = [
+                groups.play_group(prompt, names[i * samples : (i + 1) * samples], starts[i])
+                for i, prompt in enumerate(prompts)
+            ]
+        else:
+            player = self.player(sampling)
+            router, starts = player.router, Gate(len(names)).starts
+            router.expect(len(names))
+            waiting = [
+                _single(player, prompts[place // samples], place % samples, name, starts[place])
+                for place, name in enumerate(names)
+            ]
+        playing = [asyncio.create_task(counted(each)) for each in waiting]
         try:
-            return await self._watched(asyncio.gather(*playing))
+            return [t for trajectories in await self._watched(asyncio.gather(*playing)) for t in trajectories]
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
             await cancel_all(playing)
-            player.router.close()
-
-    async def _generate_groups(
-        self,
-        prompts: list[Prompt],
-        samples: int,
-        sampling: SamplingConfig,
-        seed: str,
-        progress: Progress | None,
-    ) -> list[Trajectory]:
-        """Returns the trajectories of all groups in the prompts' order, made by `rollout.generator`; the names are
-        those of `_generate`."""
-        player, done = self.group_player(sampling), 0
-        gate = Gate(len(prompts))
-
-        async def play(place: int) -> list[Trajectory]:
-            nonlocal done
-            names = [f"{seed}/{place * samples + sample}" for sample in range(samples)]
-            group = await player.play_group(prompts[place], names, gate.starts[place])
-            done += samples
-            if progress is not None:
-                progress(done, len(prompts) * samples)
-            return group
-
-        playing = [asyncio.create_task(play(place)) for place in range(len(prompts))]
-        try:
-            groups = await self._watched(asyncio.gather(*playing))
-            return [t for group in groups for t in group]
-        except ActorFailed as error:
-            raise error.with_traceback(None) from error.__cause__
-        finally:
-            await cancel_all(playing)
-            player.router.close()
+            router.close()
 
     async def _watched(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
         """Returns the result of a phase, while calling `look` twice a second. If `look` raises, the phase's result is
@@ -255,3 +232,11 @@ class Generator:
             self.look()
             await asyncio.wait([phase], timeout=LOOK_EVERY_S)
         return phase.result()
+
+
+async def _single(player: Player, prompt: Prompt, sample: int, name: str, start: Start) -> list[Trajectory]:
+    """Returns the trajectory of a sample, which its router then no longer expects."""
+    try:
+        return [await player.play(prompt, sample, name, start)]
+    finally:
+        player.router.leave()

@@ -16,10 +16,11 @@ from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generators import Branch, GeneratorService, GroupRequest, TrajectoryGenerator, load
 from skyrl_mega.rollout.generators.group_player import GroupPlayer
+from skyrl_mega.rollout.generators.group_state import GeneratorFault
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.service import Done, RolloutService, Ticket
 from skyrl_mega.simulation.virtual_time import VirtualLoop
-from tests.support.generators import agent_of, prompt_of
+from tests.support.generators import RandomPolicy, agent_of, prompt_of
 from tests.support.virtual_rollouts import Engines
 
 INLINE = EnvironmentConfig(classes={"trial": "skyrl_mega.rollout.generators.trial:TrialEnv"})
@@ -92,6 +93,21 @@ def test_crashes_syncs_and_a_resume_lose_and_double_nothing(
     first, second = map(tokens_of, every)
     assert sorted(second) == list(range(len(GROUPS)))
     assert all(second[number] == tokens for number, tokens in first.items()), "the same random streams"
+
+
+def test_a_completion_of_no_tokens_is_refused(characters_chat: Renderer) -> None:
+    class Nothing(TrajectoryGenerator):
+        async def generate(self, group: GroupRequest, service: GeneratorService) -> list[Branch]:
+            for most in (0, -1):
+                with pytest.raises(GeneratorFault, match=f"1 tokens, and {most} to sample; allowed are"):
+                    await service.sample([1], max_tokens=most)
+            answers = [await (await service.open(i)).sample() for i in range(group.samples)]
+            return [await answer.step() for answer in answers]
+
+    with VirtualLoop() as loop:
+        player = GroupPlayer(agent_of(characters_chat, RandomPolicy(characters_chat), INLINE, turns=1), Nothing({}))
+        played = loop.run(player.play_group(GROUPS[0], ["0/1/0", "0/1/1"]))
+    assert not any(trajectory.status.failed for trajectory in played)
 
 
 def test_a_generator_that_cancels_a_sample_fails_its_group_only(characters_chat: Renderer) -> None:

@@ -65,15 +65,16 @@ class GeneratorService(GroupState):
             max_tokens: Most tokens to sample, within `rollout.max_length`; None takes the limit of a turn.
 
         Raises:
-            GeneratorFault: The prompt is empty or too long, `max_tokens` is negative, the group has used its requests,
+            GeneratorFault: The prompt is empty or too long, `max_tokens` is below 1, the group has used its requests,
                 or `generate` has returned.
             Exception: A fault of the run; do not catch.
         """
         context = array("i", tokens)
-        most = min(max_tokens or self.limits.turn, self.limits.length - len(context))
+        wanted = self.limits.turn if max_tokens is None else max_tokens
+        most = min(wanted, self.limits.length - len(context))
         if not context or most < 1:
             raise GeneratorFault(
-                f"sample: {len(context)} tokens, and {max_tokens} to sample; allowed are 1 to {self.limits.length - 1} "
+                f"sample: {len(context)} tokens, and {wanted} to sample; allowed are 1 to {self.limits.length - 1} "
                 "tokens (rollout.max_length), and at least 1 to sample"
             )
         with self.working():
