@@ -213,6 +213,13 @@ def test_a_server_for_shorter_sequences_is_refused() -> None:
             check_servers(config, VOCAB)
 
 
+def test_a_server_whose_cache_is_smaller_than_a_sequence_is_refused() -> None:
+    with sglang_server(SglangStandIn(Bigrams(table(1)), cache=100)) as url:
+        config = config_of(f"rollout.endpoints=[{{url: '{url}', kind: sglang}}]", "rollout.max_length=128")
+        with pytest.raises(UserError, match="KV cache has 100 tokens, and rollout's limits allow 128"):
+            check_servers(config, VOCAB)
+
+
 class Echo:
     """A user's server of six methods, without HTTP: it repeats the prompt's last token."""
 

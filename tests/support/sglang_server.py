@@ -70,6 +70,8 @@ class SglangStandIn:
     """False: an update changes the stated version alone."""
     cumulative: bool = True
     """True: every event repeats all tokens so far, as SGLang does by default."""
+    cache: int = 4096
+    """Capacity of the cache in tokens."""
     token_s: float = 0.0
     """Seconds per token."""
     version: str = "default"
@@ -122,73 +124,92 @@ class SglangStandIn:
             yield {"text": "", "output_ids": tokens[prompt:] if self.cumulative else [token], "meta_info": about}
 
 
+class SglangServer(ThreadingHTTPServer):
+    """A server on the loopback interface."""
+
+    daemon_threads = True
+
+    def __init__(self, state: SglangStandIn, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.state = state
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests to a server."""
+
+    protocol_version = "HTTP/1.1"
+    server: SglangServer
+
+    @property
+    def state(self) -> SglangStandIn:
+        """The state of the server."""
+        return self.server.state
+
+    def log_message(self, *_: Any) -> None:
+        """Writes nothing."""
+
+    def do_GET(self) -> None:
+        """Answers questions."""
+        answers = {
+            "/get_model_info": {"model_path": "m", "is_generation": True, "weight_version": self.state.version},
+            "/get_server_info": {"context_length": 128, "max_total_num_tokens": self.state.cache, "tp_size": 1},
+            "/health": {},
+        }
+        self._answer(answers.get(self.path))
+
+    def do_POST(self) -> None:
+        """Answers requests and commands."""
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if not self._allowed():
+            return
+        if self.path == "/generate":
+            self._stream(body)
+            return
+        self.state.calls.append(self.path)
+        if self.path == "/pause_generation":
+            self.state.running.clear()
+        if self.path == "/continue_generation":
+            self.state.running.set()
+        known = ("/pause_generation", "/continue_generation", "/flush_cache")
+        if self.path == "/update_weights_from_disk":
+            self._answer(self.state.update(body))
+        else:
+            self._answer({"message": "done"} if self.path in known else None)
+
+    def _allowed(self) -> bool:
+        right = self.state.token is None or self.headers.get("Authorization") == f"Bearer {self.state.token}"
+        if not right:
+            self._answer({"error": "Unauthorized"}, 401)
+        return right
+
+    def _answer(self, value: Any, status: int = 200) -> None:
+        data = json.dumps(value or {}).encode()
+        self.send_response(404 if value is None else status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            for event in self.state.events(body):
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            pass  # the client closed the stream
+        self.close_connection = True
+
+
 @contextmanager
 def sglang_server(state: SglangStandIn, port: int = 0) -> Iterator[str]:
     """Yields the address of a running server, which ends with the block."""
     state.running.set()
     state.ended.clear()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            answers = {
-                "/get_model_info": {"model_path": "m", "is_generation": True, "weight_version": state.version},
-                "/get_server_info": {"context_length": 128, "max_total_num_tokens": 4096, "tp_size": 1},
-                "/health": {},
-            }
-            self._answer(answers.get(self.path))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-            if not self._allowed():
-                return
-            if self.path == "/generate":
-                self._stream(body)
-                return
-            state.calls.append(self.path)
-            if self.path == "/pause_generation":
-                state.running.clear()
-            if self.path == "/continue_generation":
-                state.running.set()
-            known = ("/pause_generation", "/continue_generation", "/flush_cache")
-            if self.path == "/update_weights_from_disk":
-                self._answer(state.update(body))
-            else:
-                self._answer({"message": "done"} if self.path in known else None)
-
-        def _allowed(self) -> bool:
-            right = state.token is None or self.headers.get("Authorization") == f"Bearer {state.token}"
-            if not right:
-                self._answer({"error": "Unauthorized"}, 401)
-            return right
-
-        def _answer(self, value: Any, status: int = 200) -> None:
-            data = json.dumps(value or {}).encode()
-            self.send_response(404 if value is None else status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def _stream(self, body: dict[str, Any]) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            try:
-                for event in state.events(body):
-                    self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-                    self.wfile.flush()
-                self.wfile.write(b"data: [DONE]\n\n")
-            except OSError:
-                pass  # the client closed the stream
-            self.close_connection = True
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
+    server = SglangServer(state, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

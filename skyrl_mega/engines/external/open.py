@@ -186,6 +186,9 @@ def _check(facts: ServerFacts, spec: ExternalSpec) -> None:
     if facts.max_length is not None and facts.max_length < spec.max_length:
         why = f"the server takes {facts.max_length} tokens, and rollout's limits allow {spec.max_length}"
         raise UserError(why, key=f"{spec.key}.url", value=url, fix="start it with a larger maximum length")
+    if facts.cache_tokens is not None and facts.cache_tokens < spec.max_length:
+        why = f"the server's KV cache has {facts.cache_tokens} tokens, and rollout's limits allow {spec.max_length}"
+        raise UserError(why, key=f"{spec.key}.url", value=url, fix="start it with a larger cache")
     if facts.vocab is not None and facts.vocab != spec.vocab:
         why = f"the server's model has another vocabulary than the policy's, which has {spec.vocab} token ids"
         raise UserError(why, key=f"{spec.key}.url", value=url, fix="start it with the model of model.path")
