@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -29,12 +30,40 @@ from skyrl_mega.trajectories.sequences import Sequences
 
 PROMPTS, PROMPT, TOKENS = 4, 8, 12
 """Number of probes, their length, and the tokens that a server continues each with."""
-MOVED = 1e-3
-"""Change of the policy's log-probs, in nats, from which a server cannot answer as before the sync."""
+NOISE = 1e-6
+"""Smallest numerical difference of log-probs assumed between a server and the policy, in nats."""
+BEYOND = 4.0
+"""Change of the policy's log-probs, in multiples of the numerical difference, from which a server's own change tells
+whether it has new weights: up to this difference in each of both comparisons, a server with new weights follows at
+least half of the change, and a server with old weights none."""
+STILL = 1e-3
+"""Change of the policy's log-probs, in nats, from which a server with new weights cannot repeat all log-probs, even if
+they are rounded to BF16."""
+FOLLOWS = 0.5
+"""Smallest share of the policy's change that a server with new weights shows."""
 TRUST_S = 30.0
 """Seconds for a server's actor to release completions."""
 TWICE = 2
 """Failed comparisons in a row after which a server is left out for good."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of log-probs between two comparisons of a server."""
+
+    moved: float
+    """Root mean square of the change of the policy's log-probs, in nats."""
+    share: float
+    """Share of this change in the server's: 1 for a server with the new weights, 0 for a server with the old."""
+    noise: float
+    """Root mean square of the numerical difference between server and policy in the earlier comparison, in nats."""
+    still: bool = False
+    """True if every log-prob of the server is the same, bit for bit."""
+
+    @property
+    def tells(self) -> bool:
+        """True if the change is large enough to tell new weights from old."""
+        return self.moved > (min(STILL, BEYOND * self.noise) if self.still else BEYOND * self.noise)
 
 
 @dataclass(frozen=True)
@@ -52,15 +81,24 @@ class Answers:
         differences = np.concatenate([np.abs(np.asarray(c.logprobs) - p) for c, p in pairs] or [np.zeros(0)])
         return float(differences.mean()) if len(differences) else math.inf
 
-    def repeats(self, earlier: Answers) -> bool:
-        """Returns True if every token and log-prob equals an earlier answer, bit for bit."""
-        return [(list(c.tokens), list(c.logprobs)) for c in self.completions] == [
-            (list(c.tokens), list(c.logprobs)) for c in earlier.completions
-        ]
-
-    def moved(self, earlier: Answers) -> float:
-        """Returns the largest change of the policy's log-probs since an earlier answer of the same tokens."""
-        return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(self.policy, earlier.policy, strict=True))
+    def since(self, earlier: Answers) -> Change | None:
+        """Returns the change since an earlier answer, over the tokens that both have in common from the beginning of
+        each completion; None if these are fewer than half, as after a large change or without seeded sampling."""
+        policy, server, noise, total = [], [], [], 0
+        for now, then, a, b in zip(self.completions, earlier.completions, self.policy, earlier.policy, strict=True):
+            pairs = zip(now.tokens, then.tokens, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            total += len(then.tokens)
+            policy.append(a[:same] - b[:same])
+            server.append(np.subtract(now.logprobs[:same], then.logprobs[:same]))
+            noise.append(np.subtract(then.logprobs[:same], b[:same]))
+        moved, followed, before = (np.concatenate(parts).astype(float) for parts in (policy, server, noise))
+        if 2 * len(moved) < total or not len(moved):
+            return None
+        size = float(moved @ moved)
+        share = float(followed @ moved) / size if size else 1.0
+        difference = math.sqrt(float(before @ before) / len(moved))
+        return Change(math.sqrt(size / len(moved)), share, max(NOISE, difference), still=not followed.any())
 
 
 class Trust:
@@ -81,7 +119,8 @@ class Trust:
         self.requests = probes(vocab, length_limit(config.rollout))
         self.sampling = Sampling(temperature=config.rollout.sampling.temperature or 1.0)
         self.earlier: dict[int, Answers] = {}
-        """Engine rank → answers after its last comparison."""
+        """Engine rank → answers of the comparison by which later ones judge the server: the first, and then the latest
+        that showed new weights. Small changes of several syncs add up until they tell."""
         self.failures: dict[int, int] = {}
         """Engine rank → failed comparisons in a row."""
 
@@ -130,17 +169,18 @@ class Trust:
 
     def _problem(self, rank: int, answers: Answers, version: int) -> str:
         """Returns what shows that a server has other weights than `version`; "" if nothing does."""
-        earlier = self.earlier.get(rank)
-        self.earlier[rank] = answers
         stated = {each for completion in answers.completions for each, _ in completion.versions}
         if stated != {version}:
             return f"states version {', '.join(map(str, sorted(stated)))}"
         allowed = self._allowed(rank)
         if not answers.difference <= allowed:
             return f"differs from the policy by {answers.difference:.3g} nats a token (allowed are {allowed:g})"
-        if earlier is not None and answers.repeats(earlier) and answers.moved(earlier) > MOVED:
-            moved = answers.moved(earlier)
-            return f"answers exactly as before the sync, while the policy's log-probs moved by {moved:.3g} nats"
+        change = answers.since(self.earlier[rank]) if rank in self.earlier else None
+        if change is not None and not change.tells:
+            return ""
+        if change is not None and change.share < FOLLOWS:
+            return f"keeps old weights: the policy's log-probs moved by {change.moved:.3g} nats, and its own did not"
+        self.earlier[rank] = answers
         self.failures[rank] = 0
         return ""
 
@@ -153,7 +193,6 @@ class Trust:
 
     def _leave_out(self, rank: int, problem: str, version: int) -> None:
         self.failures[rank] = self.failures.get(rank, 0) + 1
-        self.earlier.pop(rank, None)
         name = f"{self.fleet.group.name}-{rank}"
         facts = {"actor": name, "rank": rank, "version": version, "problem": problem}
         text = f"{name} does not serve version {version}: it {problem}; none of its tokens of this version are used"

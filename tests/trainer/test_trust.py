@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.compose import compose
-from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.base import Completion, Facts
 from skyrl_mega.engines.external.actor import ExternalEngine
 from skyrl_mega.trainer import trust as trust_module
-from skyrl_mega.trainer.trust import Trust
+from skyrl_mega.trainer.trust import FOLLOWS, Trust
+from skyrl_mega.trainer.trust import Answers as Answered
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.engines.test_external import VOCAB, spec_of, table, update
 from tests.support.sglang_server import Bigrams, SglangStandIn, sglang_server
@@ -84,7 +85,8 @@ class Answers(list[tuple[Any, Any]]):
     [
         (True, 1.0, None),
         (False, 1.0, "differs from the policy by"),
-        (False, 0.01, "answers exactly as before the sync"),  # less than the bound of the mean
+        (False, 1e-4, "keeps old weights"),  # far less than the bound of the mean
+        (True, 1e-4, None),
     ],
 )
 def test_a_server_that_lies_is_left_out(
@@ -120,6 +122,56 @@ def test_a_server_that_lies_is_left_out(
     assert problem in event
     assert (event.kind, event.facts["rank"], event.facts["version"]) == ("engine_differs", 1, 2)
     assert problem in fleet.retired[1]
+
+
+SIGMA = 0.01
+"""Numerical difference between a server and the policy in BF16."""
+
+
+def answers(tokens: np.ndarray, policy: np.ndarray, noise: np.random.Generator | None, old: np.ndarray) -> Answered:
+    """Returns a server's answers: the policy's log-probs with numerical noise; or old answers, without noise."""
+    logprobs = old if noise is None else policy + SIGMA * noise.standard_normal(policy.shape)
+    each = [Completion("", list(t), list(p), "length", ((1, 0),)) for t, p in zip(tokens, logprobs, strict=True)]
+    return Answered(each, list(policy))
+
+
+def test_a_server_with_old_weights_is_told_from_numerical_differences() -> None:
+    """Compares servers in random directions of change, from far below the numerical difference to far above."""
+    draw, told = np.random.default_rng(0), 0
+    for size in np.geomspace(SIGMA / 100, 100 * SIGMA, 400):
+        tokens, before = draw.integers(0, 50, (4, 12)), -draw.exponential(2, (4, 12))
+        now = before + size * draw.standard_normal(before.shape)
+        earlier = answers(tokens, before, draw, before)
+        honest = answers(tokens, now, draw, before).since(earlier)
+        liar = answers(tokens, now, None, before + SIGMA * draw.standard_normal(before.shape)).since(earlier)
+        assert honest is not None and not (honest.tells and honest.share < FOLLOWS)
+        assert liar is not None and (liar.share < FOLLOWS or not liar.tells)
+        told += liar.tells
+        if size > 6 * SIGMA:
+            assert liar.tells
+    assert 100 < told < 200
+
+
+def test_small_changes_add_up_until_they_tell() -> None:
+    """Moves the policy by half a numerical difference in each sync; the second server never loads."""
+    both = ", ".join(
+        ["{url: 'http://127.0.0.1:1', max_difference: 9}", "{url: 'http://127.0.0.1:2', max_difference: 9}"]
+    )
+    trust = Trust(compose(None, [f"rollout.endpoints=[{both}]"]), None, None, VOCAB, print)  # type: ignore[arg-type]
+    draw, first = np.random.default_rng(0), -np.ones((4, 12))
+    tokens, problems = draw.integers(0, 50, (4, 12)), []
+    for version in range(40):
+        now = first - SIGMA / 2 * version
+        assert trust._problem(1, answers(tokens, now, draw, now), 1) == ""
+        stale = first + SIGMA * draw.standard_normal(first.shape)
+        problems.append(trust._problem(2, answers(tokens, now, None, stale), 1))
+    assert not any(problems[:6]) and all(problems[10:]) and "keeps old weights" in problems[10]
+
+
+def test_other_tokens_tell_nothing() -> None:
+    draw, policy = np.random.default_rng(0), -np.ones((4, 12))
+    one = answers(draw.integers(0, 50, (4, 12)), policy, draw, policy)
+    assert answers(draw.integers(50, 99, (4, 12)), policy, draw, policy).since(one) is None
 
 
 def test_a_server_that_joined_later_has_the_default_bound() -> None:
