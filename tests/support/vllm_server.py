@@ -20,7 +20,6 @@ START_S = 600.0
 """Seconds until a server must answer."""
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_PLUGINS": "skyrl_mega",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -36,9 +35,17 @@ PLUGIN = (
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *options: str, longest: int = 64) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *options: str, plugin: bool = True, longest: int = 64) -> Iterator[str]:
     """Yields the address of a server of a model, which ends with the block. The CPU build of vLLM is installed under
-    another name than `vllm serve` asks for, so its module is started."""
+    another name than `vllm serve` asks for, so its module is started.
+
+    Args:
+        model: Hugging Face directory.
+        log: File for the server's output.
+        options: Further options of the server.
+        plugin: True for a server with this project's plug-in.
+        longest: Maximum length of a sequence.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,9 +56,11 @@ def vllm_server(model: Path, log: Path, *options: str, longest: int = 64) -> Ite
         *("--max-num-seqs", "64", "--max-num-batched-tokens", "4096", "--no-enable-chunked-prefill"),
         *("--enforce-eager", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--kv-cache-memory-bytes", str(2**26), "--enable-scale-out", "--stream-interval", "4"),
+        *(PLUGIN if plugin else ()),
         *options,
     ]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    environment["VLLM_PLUGINS"] = "skyrl_mega" if plugin else "none"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

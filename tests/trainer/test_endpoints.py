@@ -14,7 +14,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.models import tiny
 from tests.conftest import ROOT
 from tests.support.sglang_server import SglangStandIn, sglang_server
-from tests.support.vllm_server import PLUGIN, vllm_server
+from tests.support.vllm_server import vllm_server
 from tests.trainer import quickstart
 
 NEAR = 1e-3
@@ -43,10 +43,12 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sync", ["group", "files", "directory"])
-def test_a_vllm_server_trains_with_the_policys_log_probs(tmp_path: Path, sync: str) -> None:
+@pytest.mark.parametrize(
+    ("sync", "plugin"), [("group", True), ("files", True), ("directory", True), ("directory", False)]
+)
+def test_a_vllm_server_trains_with_the_policys_log_probs(tmp_path: Path, sync: str, plugin: bool) -> None:
     model = build_quickstart_model(tmp_path)
-    with vllm_server(model, tmp_path / "server.log", *PLUGIN) as url:
+    with vllm_server(model, tmp_path / "server.log", plugin=plugin) as url:
         entry = f"rollout.endpoints=[{{url: '{url}', sync: {sync}}}]"
         quickstart.finish(tmp_path, "run.name=run", *STEPS, entry)
     steps = rows(tmp_path)
