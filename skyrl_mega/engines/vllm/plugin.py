@@ -10,6 +10,8 @@ BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
 TOKENIZER = "skyrl_mega"
 """Name of our tokenizers in vLLM's `tokenizer_mode`."""
+QWEN3_5 = "Qwen3_5MoeForCausalLM"
+"""Architecture of Qwen3.5's text model."""
 MAY_HOLD = "skyrl_mega_may_hold"
 """Key in the `extra_args` of a request's sampling parameters: the request's tokens may be sent in groups
 (`scheduler`).
@@ -17,10 +19,11 @@ MAY_HOLD = "skyrl_mega_may_hold"
 
 
 def register() -> None:
-    """Registers our weight-transfer engine and tokenizers with vLLM. On a CPU repairs the router of experts
+    """Registers our weight-transfer engine, tokenizers and text model of Qwen3.5 with vLLM. On a CPU repairs the router
     (`cpu_router`), experts on several workers (`cpu_experts`) and the check of draft tokens (`cpu_drafts`). May be
     called again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.tokenizers import TokenizerRegistry
@@ -32,5 +35,6 @@ def register() -> None:
         repair_expansion()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
+    ModelRegistry.register_model(QWEN3_5, f"skyrl_mega.engines.vllm.qwen3_5:{QWEN3_5}")
     RENDERER_REGISTRY.renderers[TOKENIZER] = ("vllm.renderers.hf", "HfRenderer")
     TokenizerRegistry.tokenizers[TOKENIZER] = ("skyrl_mega.engines.vllm.tokenizer", "VerifiedTokenizer")
