@@ -18,6 +18,7 @@ from skyrl_mega.planner.engine_weights import (
     kv_bytes_per_token,
     linear_itemsize,
     state_bytes,
+    window_bytes,
 )
 
 
@@ -32,7 +33,8 @@ class Reads:
     per_token: int
     """Bytes of KV cache read per attended token."""
     per_sequence: int = 0
-    """Bytes read and written per sequence and step whatever its length: states of recurrent layers."""
+    """Bytes per sequence and step whatever its length: states of recurrent layers, read and written, and keys and
+    values of sliding windows."""
 
     def weights(self, tokens: float) -> float:
         """Returns the expected bytes of weights read in one step for `tokens` tokens with independent choices of
@@ -50,7 +52,8 @@ def reads(config: Config, decoder: Decoder) -> Reads:
     )
     plain = engine_bytes(config, decoder) - sum(n for n, _ in sparse)
     per_token = kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config))
-    return Reads(int(plain), sparse, per_token, per_sequence=2 * state_bytes(config, decoder))
+    per_sequence = 2 * state_bytes(config, decoder) + window_bytes(config, decoder)
+    return Reads(int(plain), sparse, per_token, per_sequence)
 
 
 @lru_cache(maxsize=16)

@@ -100,7 +100,8 @@ def cache_itemsize(config: Config) -> int:
 
 
 def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
-    """Returns the KV cache bytes per token in an engine worker, over all layers.
+    """Returns the KV cache bytes per token in an engine worker, over all layers that keep every token; layers with
+    sliding windows count in `sequence_bytes`.
 
     Args:
         decoder: The model.
@@ -108,8 +109,18 @@ def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
         size: Bytes of an element of the cache.
     """
     return sum(
-        count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.layer_counts() for block in kind
+        count * block.kv_bytes_per_token(tensor, size)
+        for kind, count in decoder.layer_counts()
+        for block in kind
+        if block.kv_window() is None
     )
+
+
+def window_bytes(config: Config, decoder: Decoder) -> int:
+    """Returns the KV cache bytes of a sequence longer than every sliding window, in the layers with windows."""
+    tensor, size = config.rollout.tensor, cache_itemsize(config)
+    blocks = ((count, block) for kind, count in decoder.layer_counts() for block in kind)
+    return sum(count * (block.kv_window() or 0) * block.kv_bytes_per_token(tensor, size) for count, block in blocks)
 
 
 def state_bytes(config: Config, decoder: Decoder) -> int:
@@ -120,12 +131,14 @@ def state_bytes(config: Config, decoder: Decoder) -> int:
 
 
 def sequence_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of a sequence in the cache of an engine worker besides the keys and values of its tokens.
+    """Returns the bytes of a sequence in the cache of an engine worker that do not grow with its length: states, and
+    keys and values of sliding windows.
 
     With prefix caching vLLM keeps two states of a running sequence: the present one, and the one at the end of the last
     full block, from which a later request with the same prefix continues.
     """
-    return state_bytes(config, decoder) * (CACHED_STATES if prefix_caching(config) else 1)
+    states = state_bytes(config, decoder) * (CACHED_STATES if prefix_caching(config) else 1)
+    return states + window_bytes(config, decoder)
 
 
 def prefix_caching(config: Config) -> bool:

@@ -180,7 +180,7 @@ class EngineMemory:
     longest: int
     """Tokens of the longest sequence."""
     per_sequence: int = 0
-    """Bytes of a sequence in the cache besides its tokens: states of recurrent layers."""
+    """Bytes of a sequence in the cache that do not grow with its length (`engine_weights.sequence_bytes`)."""
     cpu_kv_cache: int | None = None
     """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
@@ -36,6 +37,8 @@ SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Projections with the rows of all heads of a part together: queries, keys and values; gates; β; decay."""
 FLOAT32 = 4
 """Bytes of a float32 element."""
+CONVOLUTION = 2
+"""Bytes of an element of the convolution's state in an engine, which computes in bfloat16."""
 CHUNK = 64
 """Tokens of a chunk, whose interactions a kernel computes at once."""
 
@@ -218,6 +221,18 @@ class GatedDeltaNet(Block):
 
     def messages(self, parallel: ParallelDims) -> Messages:
         return Messages(tensor=self.hidden)
+
+    def engine_arguments(self, device: str) -> Mapping[str, Any]:
+        """Returns the vLLM arguments for states in float32, as in training, and on a CPU for an engine without cached
+        prefixes: with states vLLM caches prefixes only if it may split a prompt over steps, which a CPU engine with
+        seeds cannot (`engines.vllm.spec`)."""
+        states = {"mamba_ssm_cache_dtype": "float32"}
+        return states | {"enable_prefix_caching": False} if device == "cpu" else states
+
+    def state_bytes(self, cut: EngineCut) -> int:
+        part = self.sizes.part(cut.tensor)
+        convolution = (part.window - 1) * part.convolved * CONVOLUTION
+        return convolution + part.value_heads * part.key_width * part.value_width * FLOAT32
 
     def engine_width(self, cut: EngineCut) -> float:
         sizes = self.sizes
