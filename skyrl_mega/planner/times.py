@@ -38,7 +38,7 @@ from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.drafts import draft_model, without_drafts
-from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
+from skyrl_mega.planner.flops import BACKWARD, PassWork, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import layers, stage
@@ -233,7 +233,7 @@ def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
     """Estimates the seconds of an engine for prefilling one token of a prompt, for prompts of `tokens` tokens."""
     rates, work = engine_cluster(config).rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
-    return (work.matrices + work.attention * tokens / 2) / speed
+    return (work.matrices + work.attending(tokens) / max(tokens, 1)) / speed
 
 
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
@@ -253,7 +253,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
         computed = running * tokens
         of_sequence = mean * reading.per_token + reading.per_sequence
         read = reading.weights(computed) + running / (workers / rollout.tensor) * of_sequence
-        compute = computed * (work.matrices + work.decoding * mean) / workers / speed
+        compute = computed * (work.matrices + work.decoding_at(mean)) / workers / speed
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
 
     drafts, accepted = draft_tokens(rollout), rollout.drafts.acceptance * draft_tokens(rollout)
@@ -319,7 +319,7 @@ def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes:
     count = sizes.usual * sizes.mini_batches
     per_rank = (tokens / parallel.data + count * sizes.padding) / parallel.context
     # All stages wait for the slowest; of equal stages the last one, because of the head.
-    body = work.layers + work.attention * causal_pairs(sizes.mean) / sizes.mean
+    body = work.layers + work.attending(sizes.mean) / sizes.mean
     head = work.head * sizes.generated / sizes.mean  # only for the loss's tokens
     stage_sizes = parallel.stage_sizes(decoder.layers)
     slowest = max(

@@ -57,6 +57,8 @@ class RankResults:
     """Log-probs of each micro-batch with the routes of `routed_batch`."""
     gradients: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
     """Parameter → index of the first element, and gradient, of the run that the rank's optimizer trains."""
+    norm: float = 0.0
+    """Gradient norm of the step."""
     weights: Arrays = field(default_factory=dict)
     """Parameters at the checkpoint, or after resuming from the checkpoint."""
     next_step: dict[str, float] = field(default_factory=dict)
@@ -91,7 +93,7 @@ def _examine(rank: int, name: str, folder: Path, which: str) -> RankResults:
     )
     if which == EXPORTED:
         worker.export(folder / f"{name}-exported", path)
-    worker.train(micros, objectives.supervised)
+    results.norm = worker.train(micros, objectives.supervised).get("grad_norm", 0.0)
     results.gradients = _gradients(worker)
     if which in (SAVED, RESUMED):
         checkpoint = folder / f"{name}-checkpoint"

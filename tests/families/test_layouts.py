@@ -62,6 +62,16 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     assert results[which], "no family takes the layout"
 
 
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_the_gradient_norm_counts_every_gradient_once(
+    families: Path, results: dict[str, dict[str, list[RankResults]]], which: str
+) -> None:
+    for name, ranks in results[which].items():
+        gradients = read_reference(families / f"{name}.reference").gradients.values()
+        expected = math.sqrt(sum(float(np.square(values, dtype=np.float64).sum()) for values in gradients))
+        assert max(rank.norm for rank in ranks) == pytest.approx(expected, rel=1e-4), name
+
+
 def test_a_planted_fault_is_found(families: Path, results: dict[str, dict[str, list[RankResults]]]) -> None:
     """Doubles the gradient of a norm on one rank, and leaves out the gradient of a router."""
     which, name = "TP2·EP2", "qwen3_moe"

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import objectives
+from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture as blocks_of
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.flops import BACKWARD, PassWork, flops
@@ -47,20 +48,38 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
     batch["weights"] = weights
     [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
     load = PassWork.of(batch.lengths.tolist(), float((weights != 0).sum()))
-    products = model.forward(replace(load, pairs=0.0))
+    products = replace(model, attention=0.0).forward(load)
     assert forward == {"aten.mm": products}
     assert step == {"aten.mm": BACKWARD * products + model.head * load.logprob_tokens}
     assert 0 < load.logprob_tokens < load.tokens - len(batch), "first tokens are never asked for"
 
 
-def test_attention_is_every_pair_of_a_token_and_one_not_after_it() -> None:
+@pytest.mark.parametrize("window", [None, 1, 5, 7, 500])
+def test_attention_is_every_pair_of_a_token_and_one_not_after_it(window: int | None) -> None:
+    """Counts the products with the keys of each token; the last layer alone has a window."""
     hf = MODELS["qwen3"]
     decoder = blocks_of(hf).describe(hf)
+    (attention, mlp), *_ = decoder.kinds
+    windowed = (replace(attention, window=window), mlp)  # type: ignore[type-var]
+    decoder = replace(decoder, kinds=((attention, mlp), windowed), order=(0,) * (decoder.layers - 1) + (1,))
     lengths = [1, 5, 12]
-    with FlopCounterMode(display=False) as counter:
+    operations = decoding = 0
+    for size, layers in ((None, decoder.layers - 1), (window, 1)):
         for length in lengths:
-            q, k, v = torch.randn(3, decoder.heads, length, decoder.head_dim)
-            for i in range(length):
-                shares = torch.bmm(q[:, i : i + 1], k[:, : i + 1].transpose(1, 2)).softmax(-1)
-                torch.bmm(shares, v[:, : i + 1])
-    assert counter.get_total_flops() * decoder.layers == flops(decoder).attention * PassWork.of(lengths, 0).pairs
+            counts = [one_token(decoder, at, size) for at in range(length)]
+            operations += layers * sum(counts)
+            decoding += layers * counts[-1]
+    figures = flops(decoder)
+    assert operations == sum(map(figures.attending, lengths))
+    assert operations == replace(figures, layers=0.0, head=0.0).forward(PassWork.of(lengths, 0))
+    assert decoding == sum(map(figures.decoding_at, lengths))
+
+
+def one_token(decoder: Decoder, at: int, window: int | None) -> int:
+    """Returns the operations counted by torch for the token at position `at` in a layer with this window."""
+    first = 0 if window is None else max(0, at - window + 1)
+    q, k, v = torch.randn(3, decoder.heads, at + 1, decoder.head_dim)
+    with FlopCounterMode(display=False) as counter:
+        shares = torch.bmm(q[:, at:], k[:, first:].transpose(1, 2)).softmax(-1)
+        torch.bmm(shares, v[:, first:])
+    return int(counter.get_total_flops())

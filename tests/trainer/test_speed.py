@@ -65,7 +65,7 @@ def test_a_cpus_peak_is_not_known() -> None:
 def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
     mini = samples_of_tokens([[1] * 4, [2] * 3])
     mini.counts = torch.tensor([2, 2])
-    assert forward_load(mini) == PassWork(7, 10 + 6, 4)
+    assert forward_load(mini) == PassWork({4: 1, 3: 1}, 4)
 
 
 def trajectory() -> Trajectory:
