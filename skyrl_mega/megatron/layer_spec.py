@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.packed_attention import PackedAttention
 from skyrl_mega.models.blocks.base import LayerModules
 from skyrl_mega.models.megatron import Spec
@@ -70,6 +71,8 @@ def decoder_spec(
             heads, kv_heads = config.num_attention_heads, config.num_query_groups
             attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"heads": heads})
             attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"heads": kv_heads})
+        if wanted.delta_net:
+            sub.self_attention = ModuleSpec(PackedDeltaNet, {"sizes": wanted.delta_net}, attention)
     if spec == "local":
         block.layer_norm = RMSNorm
     return block
@@ -96,12 +99,15 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x [..., hidden_size], divided by the root of the mean square over the last dimension plus `eps`, and
-        multiplied by the weight."""
+        multiplied by the weight; zero-centred (`layernorm_zero_centered_gamma`) by 1 + weight, in float32."""
+        if self.zero_centered:
+            return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 

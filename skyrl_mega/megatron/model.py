@@ -25,6 +25,7 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.config_classes import config_class
+from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.precision import transformer_settings
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
@@ -313,12 +314,14 @@ def _keep_expert_bias(*_: Any, **__: Any) -> None:
     """Replaces megatron-core's count of tokens, which nothing needs while the bias stays."""
 
 
-def keep_correction_biases_in_float32(module: torch.nn.Module) -> None:
-    """Converts the routers' correction biases to float32 in place, which undoes the conversion by `Float16Module`. Lost
-    digits do not return, so call this before weights are loaded."""
-    for router in module.modules():
-        if isinstance(router, TopKRouter) and router.expert_bias is not None:
-            router.expert_bias.data = router.expert_bias.data.float()
+def keep_in_float32(model: torch.nn.Module) -> None:
+    """Converts the routers' correction biases, and the decay rates of gated delta nets, to float32 in place, which
+    undoes the conversion by `Float16Module`. Lost digits do not return, so call this before weights are loaded."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            module.expert_bias.data = module.expert_bias.data.float()
+        elif isinstance(module, PackedDeltaNet):
+            module.A_log.data = module.A_log.data.float()
 
 
 def wrap_ddp(
@@ -348,7 +351,7 @@ def wrap_ddp(
     ddp = with_options(DistributedDataParallelConfig, ours, options or {}, "policy.ddp_options")
     modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
     for module in modules:
-        keep_correction_biases_in_float32(module)
+        keep_in_float32(module)
     wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
     if overlap:
         # Without no_sync every micro-batch would reduce. Stages are not aligned with each other (`grad_sync_func`,

@@ -31,6 +31,8 @@ SEEDS = (0, 1)
 """Seeds of the two models of each family; a sync replaces the weights of one by the other's."""
 CORRECTION_BIAS = "e_score_correction_bias"
 """Name of a router's correction bias in transformers and on disk: a buffer without a gradient."""
+DECAY = "A_log"
+"""Name of the decay rates of a gated delta net, which stay in float32 like correction biases."""
 
 UNROUNDED = 1 + 2**-9
 """Value added to all correction biases, which changes no choice: bfloat16 would round the first one to 1."""
@@ -158,6 +160,24 @@ MODELS: dict[str, TinyModel] = {
     ),
     "glm4_moe": TinyModel("Glm4MoeConfig", GLM),
     "glm4_moe, Air": TinyModel("Glm4MoeConfig", GLM | {"use_qk_norm": False, "routed_scaling_factor": 1.0}),
+    "qwen3_next": TinyModel(
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 24,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 8,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     "minimax_m2": TinyModel(
         "MiniMaxM2Config",
         {
@@ -217,6 +237,8 @@ def _fill(model: Any, seed: int) -> None:
         if name.endswith(CORRECTION_BIAS):
             tensor.copy_(0.1 * noise + UNROUNDED)
             tensor[0] = UNROUNDED
+        elif name.endswith(DECAY):
+            tensor.copy_(0.5 * noise - 2)  # the state keeps most of itself from token to token
         elif name.endswith(".bias"):
             tensor.copy_(0.2 * noise)
         elif tensor.dim() == 1:
@@ -373,11 +395,11 @@ def read_reference(path: Path) -> Reference:
 
 
 def in_bfloat16(source: Path, path: Path) -> None:
-    """Writes a model in bfloat16 as on the hub: correction biases stay in float32."""
+    """Writes a model in bfloat16 as on the hub: correction biases and decay rates stay in float32."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(read_hf(source) | {"dtype": "bfloat16"}))
     tensors = {
-        name: tensor if name.endswith(CORRECTION_BIAS) else tensor.bfloat16()
+        name: tensor if name.endswith((CORRECTION_BIAS, DECAY)) else tensor.bfloat16()
         for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
