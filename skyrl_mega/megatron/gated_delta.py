@@ -149,9 +149,9 @@ def gated_delta(
         sizes: Sizes of this rank's part.
     """
     heads, width = sizes.value_heads, sizes.value_width
-    if mixed.is_cuda:
+    if _on_cuda(mixed):
         bounds = row.cu_seqlens_q
-        convolved, _ = causal_conv1d(mixed[None], weight[:, 0], activation="silu", cu_seqlens=bounds)
+        convolved, _ = causal_conv1d(mixed[None].contiguous(), weight[:, 0], activation="silu", cu_seqlens=bounds)
         query, key, value = _heads(convolved, sizes)
         out, _ = chunk_gated_delta_rule(
             query,
@@ -174,6 +174,11 @@ def gated_delta(
     query, key = (x.repeat_interleave(heads // sizes.key_heads, 2) for x in (query, key))
     out = chunked_rule(query, key, value, decays, betas.float())
     return out.reshape(-1, heads, width)[slot].to(mixed.dtype)
+
+
+def _on_cuda(x: Tensor) -> bool:
+    """Returns True for a tensor that the kernels of flash-linear-attention take."""
+    return x.is_cuda
 
 
 def _heads(convolved: Tensor, sizes: DeltaNetSizes) -> tuple[Tensor, Tensor, Tensor]:

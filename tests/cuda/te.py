@@ -21,6 +21,8 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock
 
+from tests.cuda import fla_kernels
+
 FOLDER = Path(__file__).resolve().parents[2] / ".venv" / "rehearsal"
 """Folder of the wheel, written by `requirements/install.sh`."""
 
@@ -55,6 +57,7 @@ def install(
     sys.modules["transformer_engine_torch"] = extension = _extension()
     for name, kernel in kernels.items():
         setattr(extension, name, kernel)
+    fla_kernels.install()
     for name in ("onnx", "onnxscript"):
         sys.modules[name] = _Stub(name)
 

@@ -74,6 +74,7 @@ EVERY_CHANGE = {
     ("minimax_m2", "tp2 ep2"),
     ("deepseek_v3", "tp2 ep2"),
     ("deepseek_v3 Moonlight", "tp2 ep2"),
+    ("qwen3_next", "tp2 ep2"),
 }
 """Pairs tested with every change: each kind of parallelism, and each kind of block; all pairs run nightly."""
 DTYPES = {"one": "float32", "tp2": "float32", "tp2 ep2": "float32"}
@@ -214,6 +215,8 @@ def place(at: RankCoords, name: str) -> tuple[Any, ...]:
 def test_the_sharded_state_covers_every_tensor_once(built: dict[Key, list[Built]], model: str, layout: str) -> None:
     """Checks the stored elements of Transformer Engine's layers in megatron-core's sharded state, over all storing
     ranks."""
+    if "linear_num_key_heads" in MORE_MODELS[model] and MORE_LAYOUTS[layout].tensor > 1:
+        pytest.skip("a gated delta net has no sharded state in megatron-core's format; nothing of the project reads it")
     covered: dict[str, np.ndarray] = {}
     for rank_built in built[model, layout, "te"]:
         for key, whole, offset, local, stores in rank_built.stored:

@@ -48,6 +48,8 @@ class TinyModel:
     """Arguments of the configuration class, beyond `COMMON`."""
     hub: dict[str, Any] = field(default_factory=dict)
     """Keys in the config.json of hub files that transformers does not write."""
+    float32_engine: bool = True
+    """False if vLLM's kernels on a CPU compute this family in bfloat16 only."""
 
     @property
     def layers(self) -> int:
@@ -177,6 +179,7 @@ MODELS: dict[str, TinyModel] = {
             "norm_topk_prob": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
         },
+        float32_engine=False,
     ),
     "minimax_m2": TinyModel(
         "MiniMaxM2Config",
@@ -209,6 +212,8 @@ MODELS: dict[str, TinyModel] = {
     ),
 }
 """The models of all sweeps; several of a family if its variants differ in their blocks."""
+IN_FLOAT32_ENGINES = [name for name, tiny in MODELS.items() if tiny.float32_engine]
+"""The models of the sweeps over engines in float32."""
 
 
 def make(name: str, path: Path, seed: int) -> Path:

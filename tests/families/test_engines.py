@@ -18,13 +18,13 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.sync import WeightSync
 from tests.families import engines
 from tests.families.engines import EngineResults
-from tests.families.models import CORRECTION_BIAS, MODELS, UNROUNDED, read_hf
+from tests.families.models import CORRECTION_BIAS, IN_FLOAT32_ENGINES, UNROUNDED, read_hf
 from tests.support.engines import complete, difference_from_transformers, serving, spec_of, start_engine
 from tests.support.ranks import free_port, run_ranks
 from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
-FLOAT32 = [(name, "float32") for name in MODELS]
+FLOAT32 = [(name, "float32") for name in IN_FLOAT32_ENGINES]
 BFLOAT16 = [(name, "bfloat16") for name in ("glm4_moe",)]
 CASES = FLOAT32 + BFLOAT16
 """Models, with the dtype of policy and engine."""
@@ -96,7 +96,7 @@ def compare(engines: ActorGroup, path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IN_FLOAT32_ENGINES)
 def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, tmp_path: Path, name: str) -> None:
     """Loads an engine of TP2, syncs a policy of TP2·EP2·PP2 twice and after sleep; log-probs are transformers'."""
     paths = [families / f"{name}-{seed}" for seed in (1, 0)]

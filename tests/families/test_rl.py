@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_mega.models.char_tokenizer import write_tokenizer
 from skyrl_mega.telemetry.metrics import read
-from tests.families.models import MODELS
+from tests.families.models import IN_FLOAT32_ENGINES
 from tests.trainer import quickstart
 
 MISMATCH = 1e-3
@@ -18,7 +18,7 @@ STEPS = 3
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IN_FLOAT32_ENGINES)
 def test_three_steps_of_rl(name: str, families: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(families / f"{name}-0", tmp_path / "policy"))
     write_tokenizer(model)
