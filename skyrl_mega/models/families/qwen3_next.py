@@ -51,9 +51,8 @@ def describe(hf: Hf) -> Decoder:
     dense = experts if all(moe) else GatedMlp.read(hf)
     mixers = {LINEAR: GatedDeltaNet.read(hf, separate=False), FULL: gated_attention(hf)}
     kinds = {(kind, routed): (mixer, experts if routed else dense) for kind, mixer in mixers.items() for routed in moe}
-    return read_decoder(
-        hf, [kinds[layer] for layer in zip(layer_types(hf), moe, strict=True)], zero_centered_norms=True
-    )
+    layers = [kinds[layer] for layer in zip(layer_types(hf), moe, strict=True)]
+    return read_decoder(hf, layers, engine_ties=False, zero_centered_norms=True)
 
 
 def gated_attention(hf: Hf) -> GroupedQueryAttention:
