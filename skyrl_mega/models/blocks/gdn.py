@@ -193,12 +193,6 @@ class GatedDeltaNet(Block):
         b.whole(f"{prefix}.norm.weight", f"{prefix}.norm.weight")
         self._output(b, f"{prefix}.out_proj.weight", source, part, rank)
 
-    def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the vLLM arguments for a state in float32, as in the policy; on a CPU also without the cache of
-        prefixes, for which states would have to be kept at the borders of blocks."""
-        prefixes = {"enable_prefix_caching": False} if device == "cpu" else {}
-        return {"mamba_ssm_cache_dtype": "float32", **prefixes}
-
     def flops(self) -> TokenFlops:
         """Returns the operations of the projections, the convolution, and of three products with each head's state;
         those inside a chunk are left out."""
