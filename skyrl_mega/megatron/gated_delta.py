@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv:2412.06464) over packed rows: convolution and state start anew with every sequence.
+"""Gated delta nets (arXiv:2412.06464) over packed rows: no sequence sees the convolution or state of another.
 
 megatron-core's own module refuses packed rows. On CUDA the kernels of flash-linear-attention take the row unchanged.
 Otherwise the sequences become the rows of a padded grid [N, S]: padding follows a sequence, so no token reads padding.
