@@ -158,8 +158,10 @@ def test_a_full_disk_under_the_cache_is_an_error_that_names_the_setting(
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(image.os, "posix_fallocate", full)
     shard = Shard({"w": (8,)}, (Piece("w", Box((0,), (8,)), "w", (0,)),))
-    with pytest.raises(UserError, match="No space left") as error:
-        image.Image(shard, {"w": torch.bfloat16}, tmp_path / "image")
+    with monkeypatch.context() as patch:
+        patch.setattr(image.os, "posix_fallocate", full)
+        with pytest.raises(UserError, match="No space left") as error:
+            image.Image(shard, {"w": torch.bfloat16}, tmp_path / "image")
     assert error.value.key == "weights.files.cache"
+    image.Image(shard, {"w": torch.bfloat16}, tmp_path / "image").close()  # once there is space, in the same process

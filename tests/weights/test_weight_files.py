@@ -345,6 +345,53 @@ def test_a_cache_outlives_the_worker(tmp_path: Path, generator: torch.Generator)
     assert 0 < third.fetch(policy.folder, name).read < whole / 100 and third.has(weights)
 
 
+def test_a_cache_that_was_damaged_between_two_workers_is_found(tmp_path: Path, generator: torch.Generator) -> None:
+    policy, weights = policy_of(tmp_path, LAYOUTS[0]), random_weights(HF, generator)
+    file = tmp_path / "cache" / "worker-0.image"
+    (first,) = workers(HF, 1, file=file)
+    first.fetch(policy.folder, policy.publish(weights))
+    first.reader.close()
+    with file.open("r+b") as image:
+        image.seek(64)
+        image.write(bytes(15) + b"\x7f")
+    weights["model.norm.weight"] += 1
+    changes = policy.publish(weights)
+    (second,) = workers(HF, 1, file=file)
+    with pytest.raises(DamagedFiles, match="cache of weights"):
+        second.fetch(policy.folder, changes)
+    second.fetch(policy.folder, policy.publish(weights, full=True))
+    assert second.has(weights)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_cache_is_compared_before_changes_are_added(tmp_path: Path, generator: torch.Generator, tensor: int) -> None:
+    """Reads the image of an earlier worker, whose shard has whole chunks of the publication, or parts of chunks."""
+    policy, weights = policy_of(tmp_path, LAYOUTS[0]), random_weights(HF, generator)
+    files = [tmp_path / f"worker-{rank}.image" for rank in range(tensor)]
+    earlier = [[*workers(HF, tensor, file=file)][rank] for rank, file in enumerate(files)]
+    full = policy.publish(weights)
+    for worker in earlier:
+        worker.fetch(policy.folder, full)
+        worker.reader.close()
+    step(weights, 0.02, generator)
+    changes = policy.publish(weights)
+    later = [[*workers(HF, tensor, file=file)][rank] for rank, file in enumerate(files)]
+    for worker in later:
+        assert worker.fetch(policy.folder, changes).publications == (1 if tensor == 1 else 2)
+        assert worker.has(weights)
+
+
+def test_a_full_image_brings_a_lost_layout_back(tmp_path: Path, generator: torch.Generator) -> None:
+    policy, weights = policy_of(tmp_path), random_weights(HF, generator)
+    policy.publish(weights)
+    (Path(policy.folder) / policy.name / "layout-00000").unlink()
+    (worker,) = workers(HF, 1)
+    with pytest.raises(Absent, match="layout-00000"):
+        worker.fetch(policy.folder, policy.publish(weights))
+    worker.fetch(policy.folder, policy.publish(weights, full=True))
+    assert worker.has(weights)
+
+
 def test_old_files_go_and_others_stay(tmp_path: Path, generator: torch.Generator) -> None:
     weights = random_weights(HF, generator)
     earlier = policy_of(tmp_path)

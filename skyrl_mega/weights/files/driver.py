@@ -34,14 +34,18 @@ def store_address(config: Config, run_folder: Path) -> str:
     """Returns the address of a run's store: a folder in `weights.files.folder`, by default `weight_files` in the run's
     folder.
 
-    The folder's name is the run's name and a checksum of the run's folder: two runs of one name would remove each
-    other's weights.
+    Two runs of one name would remove each other's weights: see `_unique_name`.
     """
     folder = config.weights.files.folder
     if not folder:
         return str(run_folder / "weight_files")
-    name = f"{config.run.name}-{zlib.crc32(str(run_folder.absolute()).encode()):08x}"
+    name = _unique_name(config, run_folder)
     return f"{folder.rstrip('/')}/{name}" if SCHEME in folder else str(Path(folder).absolute() / name)
+
+
+def _unique_name(config: Config, run_folder: Path) -> str:
+    """Returns the run's name with a checksum of the run's folder, which no two runs share."""
+    return f"{config.run.name}-{zlib.crc32(str(run_folder.absolute()).encode()):08x}"
 
 
 @dataclass
@@ -69,6 +73,7 @@ class FileSync:
     ) -> None:
         self.policy, self.fleet, self.config, self.say = policy, fleet, config, say
         self.plans = folder / "plans"
+        self.cache = config.weights.files.cache and str(Path(config.weights.files.cache) / _unique_name(config, folder))
         self.store = open_store(store_address(config, folder))
         self.publisher = secrets.token_hex(8)
         self.number = 0
@@ -155,8 +160,7 @@ class FileSync:
         return settle(calls, limit, after_failure=limit).causes
 
     def _cache(self, rank: int) -> str:
-        folder = self.config.weights.files.cache
-        return str(Path(folder) / self.config.run.name / f"engine-{rank}") if folder else ""
+        return str(Path(self.cache) / f"engine-{rank}") if self.cache else ""
 
     def _collect(self) -> None:
         """Keeps the last `weights.files.keep` full images with their changes."""

@@ -169,6 +169,8 @@ class Reader:
             if (parts := self.image.overlaps(chunk))
         ]
         self.image.check_covered((wanted.chunk, wanted.parts) for wanted in self._wanted)
+        if self.image.unverified and not all(part.whole for wanted in self._wanted for part in wanted.parts):
+            self.image.name = ""  # no checksum tells whether the parts of chunks are as an earlier worker left them
         self._chunks, self._publisher = [len(layout) for layout in layouts], manifest.publisher
 
     def _read(self, store: Store, manifest: Manifest, report: FetchReport) -> None:
@@ -179,6 +181,8 @@ class Reader:
             fetched = in_threads(lambda some: self._range(store, some), _ranges(payloads), THREADS, "fetch")
             image.name = ""
             in_threads(_put_all, fetched, THREADS, "fetch")
+            if image.unverified:
+                in_threads(_check_unchanged, payloads, THREADS, "fetch")
         else:
             report.full, image.name = True, ""
             if not image.fresh:
@@ -188,7 +192,7 @@ class Reader:
                 report.kept += plain - sum(payload.wanted.chunk.nbytes for payload in payloads)
             image.fresh = False
             in_threads(lambda some: _put_all(self._range(store, some)), _ranges(payloads), THREADS, "fetch")
-        image.name = manifest.name
+        image.name, image.unverified = manifest.name, False
         report.read += sum(payload.size for payload in payloads)
 
     def _payloads(self, store: Store, manifest: Manifest) -> list[_Payload]:
@@ -245,6 +249,13 @@ class Reader:
 def _held(payload: _Payload) -> bool:
     """Returns True if the image holds a chunk already, as after the end of an earlier worker."""
     return all(part.whole and part.crc() == payload.plain for part in payload.wanted.parts)
+
+
+def _check_unchanged(payload: _Payload) -> None:
+    """Raises DamagedFiles if the image does not hold a chunk without changes: its file was damaged."""
+    if payload.form == SAME and not _held(payload):
+        chunk = payload.wanted.chunk
+        raise DamagedFiles(f"the engine's cache of weights: {chunk.tensor}, {chunk.box}: it is not as published")
 
 
 def _put_all(fetched: Iterable[tuple[_Payload, memoryview]]) -> None:

@@ -90,6 +90,8 @@ class Image:
             self._regions[tensor].append((box, data.view(words).reshape(box.shape)))
         self.fresh = file is None or not self._existed
         """True if the image has never been filled."""
+        self.unverified = not self.fresh
+        """True for a file of an earlier worker before the first publication that was read into it."""
 
     def _mapped(self, file: Path, size: int) -> Bytes:
         try:
@@ -103,6 +105,7 @@ class Image:
             if size:  # a full disk must be an error here: writing to mapped memory without a block ends the process
                 os.posix_fallocate(self._lock, 0, size)
         except OSError as error:
+            self.close()
             raise UserError(
                 f"{error.strerror or error}; give a folder with space on each engine's node that no other run uses",
                 key="weights.files.cache",

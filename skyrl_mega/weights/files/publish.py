@@ -169,7 +169,7 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, params: Mapping[str, Tensor], name: str, base: str) -> PublishReport:
-        """Writes this rank's object of a publication, and before the first one the rank's layout. A collective of all
+        """Writes this rank's object of a publication, and before a full image the rank's layout. A collective of all
         ranks with an FP8 wire.
 
         A rank that has not kept the bytes of `base`, or fails to write changes, writes all of its chunks in full; the
@@ -188,7 +188,7 @@ class Publisher:
         for attempt in range(1, ATTEMPTS + 1):
             relative, self._base = bool(base) and base == self._base, ""
             try:
-                if self._layout is None:
+                if self._layout is None or not base:
                     data, layout = layout_data(self.chunks)
                     self.store.write(layout_key(self.publication.publisher, self.rank), data)
                     self._layout = layout

@@ -140,11 +140,11 @@ class FolderStore(Store):
         except OSError as error:
             raise StoreError(f"{path}: {error}") from error
         for parent in path.parents:
-            if parent == self.folder or any(parent.iterdir()):
+            if parent == self.folder:
                 return
             try:
                 parent.rmdir()
-            except OSError:  # a file has appeared
+            except OSError:  # the folder has other files, or is gone
                 return
 
     def _read(self, key: str, start: int, length: int | None) -> bytes:
