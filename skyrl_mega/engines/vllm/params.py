@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
-from skyrl_mega.engines.vllm import latent
+from skyrl_mega.engines.vllm import latent, sinks
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.weights.fp8.format import SUFFIX
 
@@ -95,6 +95,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         self.different: list[str] = []
         self.latent = latent.latent_attentions(model)
         """Layers with parameters derived from other layers' weights; computed again after an update."""
+        self.sinks = sinks.copied_sinks(model)
+        """Attention backends with copies of sinks; copied again after an update."""
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             if prefix in self.latent:
@@ -231,9 +233,10 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             for layer in self.followers:
                 self._close_layer(layer)
             latent.derive(self.latent, self.dtype)
+            sinks.derive(self.sinks, self.dtype)
             self.undefined = False
         else:
-            self.different += latent.stale(self.latent, self.dtype)
+            self.different += latent.stale(self.latent, self.dtype) + sinks.stale(self.sinks)
         return self.different
 
     def abandon(self) -> None:
