@@ -179,23 +179,23 @@ def get_cudnn_version() -> int:
 
 @kernel
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, *_: Any
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, *others: Any
 ) -> tuple[Tensor, None, Tensor]:
     """Returns the output, no mean, and 1 / RMS of every row."""
-    rows = x.float()
+    rows, weight = x.float(), weight.float() + float(others[-1])  # zero-centred: 1 + weight
     scale = torch.rsqrt(rows.square().mean(-1) + eps)
-    value = (rows * scale[..., None] * weight.float()).to(x.dtype)
+    value = (rows * scale[..., None] * weight).to(x.dtype)
     if quantizer is not None:
         return quantize(value, quantizer, out), None, scale
     return value if out is None else out.copy_(value), None, scale
 
 
 @kernel
-def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Returns the gradients of input and weight."""
     normed = x.float() * scale.view(*x.shape[:-1], 1)
     dy = dy.view(x.shape).float()
-    through = dy * weight.float()
+    through = dy * (weight.float() + float(others[-1]))
     dx = scale.view(*x.shape[:-1], 1) * (through - normed * (through * normed).mean(-1, keepdim=True))
     return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
