@@ -122,7 +122,7 @@ def require_kernels() -> None:
     """Raises UserError on a machine with CUDA if flash-linear-attention cannot be imported; returns None otherwise."""
     if torch.cuda.is_available() and chunk_gated_delta_rule is None:
         raise UserError(
-            "gated delta nets need the package flash-linear-attention on CUDA, which cannot be imported",
+            "gated delta nets need the package fla-core (flash-linear-attention) on CUDA, which cannot be imported",
             key="model.path",
             fix="install it with `make cuda`",
         )
