@@ -10,8 +10,8 @@ from skyrl_mega.config.schema.drafts import HEADS
 
 OPTION = "speculative_config"
 """vLLM's engine argument."""
-WEIGHTLESS = ("ngram", "ngram_gpu", "suffix")
-"""vLLM's methods without weights."""
+WEIGHTLESS = ("ngram", "suffix")
+"""vLLM's methods without weights that propose on the CPU: an engine can leave the drafts of a step out."""
 METHODS = {name: name for name in ("ngram", "suffix", *HEADS, "mtp")} | {"model": "draft_model"}
 """`rollout.drafts.method` → vLLM's method."""
 

@@ -83,8 +83,8 @@ def test_possible_drafts_pass(base: Path, arguments: str) -> None:
             "rollout.options.speculative_config.rejection_sample_method = synthetic: it accepts draft tokens at random",
         ),
         (
-            "rollout.options.speculative_config={method:ngram_gpu,num_speculative_tokens:3} cluster.device=cpu",
-            "rollout.options.speculative_config.method = ngram_gpu: it has kernels for CUDA alone",
+            "rollout.options.speculative_config={method:ngram_gpu,num_speculative_tokens:3} cluster.device=cuda",
+            "rollout.options.speculative_config.method = ngram_gpu: such drafts have not been tried",
         ),
         (
             "rollout.drafts.method=suffix run.deterministic=true",

@@ -39,8 +39,6 @@ def check_drafts(c: Config) -> Refusals:
     if method == "suffix" and c.run.deterministic:
         why = "suffix drafts depend on the engine's earlier answers, which a resumed run does not have"
         yield "rollout.drafts.method", why, "give rollout.drafts.method=ngram, or run.deterministic=false", "suffix"
-    if method == "ngram_gpu" and c.cluster.device == "cpu":
-        yield f"{KEY}.method", "it has kernels for CUDA alone", "give rollout.drafts.method=ngram"
 
 
 def _method_refusals(c: Config, method: str) -> Refusals:
