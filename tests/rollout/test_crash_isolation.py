@@ -13,8 +13,9 @@ import pytest
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.rollout.workers import crash_isolation
-from skyrl_mega.rollout.workers.client import Answer, WorkerClient, WorkerLink
+from skyrl_mega.rollout.workers.client import WorkerClient
 from skyrl_mega.rollout.workers.crash_isolation import EXPLAINED_PER_RESTART
+from skyrl_mega.rollout.workers.link import Answer, WorkerLink
 from skyrl_mega.rollout.workers.messages import TrajectoryJob
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
@@ -24,6 +24,7 @@ from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.workers import crash_isolation
 from skyrl_mega.rollout.workers.crash_isolation import CrashHistory
 from skyrl_mega.rollout.workers.group import Workers
+from skyrl_mega.rollout.workers.link import Answer, WorkerLink, WorkerLost
 from skyrl_mega.rollout.workers.messages import (
     Cancelled,
     EngineAwaitsSync,
@@ -50,57 +51,6 @@ WRITE_S = 30.0
 """Seconds for a worker to write the recorded turns: a checkpoint waits for the file, but is valid without it."""
 END_S = 60.0
 """Seconds for closing the environment of an abandoned trajectory."""
-
-
-class _WorkerLost(Exception):
-    """A worker died; the trajectories must be sent to another worker."""
-
-    def __init__(self, cause: str, *, received: bool) -> None:
-        super().__init__(cause)
-        self.received = received
-        """True if the worker had received the trajectory."""
-
-
-Answer = asyncio.Future[Trajectory | None]
-"""The finished trajectory; None for an abandoned trajectory."""
-
-
-@dataclass(eq=False)
-class WorkerLink:
-    """The driver's connection to an incarnation of a worker; a restarted worker gets a new connection."""
-
-    rank: int
-    actor: Any
-    waiting: dict[int, Answer] = field(default_factory=dict)
-    """Trajectories in progress, by job key."""
-    jobs: list[TrajectoryJob] = field(default_factory=list)
-    """Jobs not sent yet."""
-    abandoned: list[int] = field(default_factory=list)
-    """Keys of abandoned jobs, not sent yet."""
-    left: set[int] = field(default_factory=set)
-    """Ranks of engines reported to the worker as leaving."""
-    ready: bool = False
-    """True once the worker knows the session. Nothing else is sent before, because calls may overtake each other."""
-    listening: asyncio.Task[None] | None = None
-
-    def fail(self, error: BaseException) -> None:
-        """Raises the error in all tasks waiting for trajectories on this worker, and forgets these trajectories."""
-        for answer in self.waiting.values():
-            _raise(answer, error)
-        self.waiting.clear()
-
-    def received(self) -> set[int]:
-        """Returns the keys of the jobs in progress already sent to the worker; empty until the worker knows the
-        session."""
-        return self.waiting.keys() - {key for job in self.jobs for key in job.keys} if self.ready else set()
-
-    def report_crash(self, cause: str) -> None:
-        """Raises the worker's crash in all tasks waiting for trajectories on this worker; the tasks choose another
-        worker."""
-        received = self.received()
-        for key, answer in self.waiting.items():
-            _raise(answer, _WorkerLost(cause, received=key in received))
-        self.waiting.clear()
 
 
 class WorkerClient:
@@ -180,7 +130,7 @@ class WorkerClient:
                 job = TrajectoryJob(key, prompt, sample, name, traced, recorded, fault=fault, names=names)
                 try:
                     trajectories = await self._run_job(link, job, history)
-                except _WorkerLost as lost:
+                except WorkerLost as lost:
                     if lost.received:
                         history.record(link.actor)
                     if history.failed:
@@ -321,12 +271,7 @@ class WorkerClient:
     def _flush(self) -> None:
         self._sending = False
         for link in self.links.values():
-            unsent, abandoned = {job.key for job in link.jobs}, {*link.abandoned}
-            for job in link.jobs:
-                for key in job.keys if job.key in abandoned else ():
-                    self._answer(link, key, None)
-            link.jobs = [job for job in link.jobs if job.key not in abandoned]
-            link.abandoned = sorted(abandoned - unsent)
+            link.drop_abandoned()
             if not link.ready:
                 continue
             jobs, link.jobs = link.jobs, []
@@ -362,7 +307,7 @@ class WorkerClient:
                 link.actor.rejoin.remote(self.name, self._engines())  # the engines may have changed meanwhile
             self._send()
             while True:
-                self._report_left(link)
+                link.report_left(self.name, self.engines.left)
                 events: list[WorkerEvent] = await asyncio.wait_for(link.actor.events.remote(self.name), SILENCE_S)
                 for event in events:  # first: a crash before the hand-over must not lose the counts
                     if isinstance(event, TimelineCounts):
@@ -383,13 +328,7 @@ class WorkerClient:
                 await self._end(link)
             finally:
                 link.ready = False  # the worker does not know the session any more
-                link.fail(_WorkerLost("", received=False))
-
-    def _report_left(self, link: WorkerLink) -> None:
-        """Tells a worker, without waiting, that engines are leaving and get no new requests."""
-        if new := {*self.engines.left} - link.left:
-            link.left |= new
-            link.actor.engines_left.remote(self.name, sorted(new))
+                link.fail(WorkerLost("", received=False))
 
     async def _receive(self, link: WorkerLink, finished: Sequence[Finished]) -> None:
         """Takes ownership of the arrays of finished trajectories without fetching: the arrays stay in the memory of the
@@ -420,9 +359,9 @@ class WorkerClient:
             case Finished(key, trajectory, spans):
                 if spans and (recorded := self.spans()) is not None:
                     recorded += spans
-                self._answer(link, key, trajectory)
+                link.answer(key, trajectory)
             case Cancelled(key):
-                self._answer(link, key, None)
+                link.answer(key, None)
             case RolloutFailed(key):
                 if (answer := link.waiting.pop(key, None)) is not None and not answer.done():
                     answer.set_exception(self._error_of(event))
@@ -435,11 +374,6 @@ class WorkerClient:
                 budget.add_ended(programs)
             case TimelineCounts():
                 pass  # `_listen` counted it
-
-    def _answer(self, link: WorkerLink, key: int, trajectory: Trajectory | None) -> None:
-        answer = link.waiting.pop(key, None)
-        if answer is not None and not answer.done():
-            answer.set_result(trajectory)
 
     def _error_of(self, failed: RolloutFailed) -> ActorFailed:
         """Returns the driver's own error if no engine serves any more, else the error of the worker."""
@@ -463,13 +397,6 @@ class WorkerClient:
         self._error = error
         for link in self.links.values():
             link.fail(error)
-
-
-def _raise(answer: Answer, error: BaseException) -> None:
-    """Raises the error in the task waiting for the answer, if any."""
-    if not answer.done():
-        answer.set_exception(error)
-        answer.exception()  # marks the error as retrieved, as the task may have been cancelled
 
 
 def _worker_share(facts: Facts | None, workers: int) -> Facts | None:
