@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.learning_rows import FOLDER, SAMPLES, START, START_SEED, WARMUP, Row, rows
-from skyrl_mega.cli import inputs
+from skyrl_mega.cli import inputs, prepare
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.console import Console
@@ -122,7 +122,7 @@ def opened(config: Config) -> Iterator[Run]:
     log = Path(FOLDER) / f"{config.run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as out, Console(out) as console, run_folder(config) as folder:
-        config = inputs.prepare(config, console)
+        config = prepare.prepare(config, console)
         with open_run(config, folder, console) as run:
             yield run
 

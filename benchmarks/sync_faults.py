@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_mega.cli import inputs
+from skyrl_mega.cli import inputs, prepare
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.config.checks import check
@@ -116,7 +116,7 @@ def measure(place: Path, args: argparse.Namespace) -> bool:
     inputs.check_inputs(config)
     with Saboteur(args.faults, args.seed) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
-        config = inputs.prepare(config, console)
+        config = prepare.prepare(config, console)
         with open_run(config, folder, console) as run:
             console.fleet = run.sync.fleet
             while console.left:

@@ -30,7 +30,7 @@ def prove(bench: Bench) -> None:
 
 
 def _nobody(bench: Bench) -> None:
-    """Reads the GPU's properties as `cli.inputs.with_device` does, and checks that the preflight sees no process of
+    """Reads the GPU's properties as `cli.prepare.with_device` does, and checks that the preflight sees no process of
     it."""
     before = _gpu()
     bench.holds("torch sees a CUDA device", torch.cuda.is_available())

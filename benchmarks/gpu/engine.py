@@ -30,7 +30,7 @@ ORDER = (("model", False), ("other", False), ("model", True), ("other", True))
 
 def prove(bench: Bench) -> None:
     if not bench.cuda:
-        from skyrl_mega.cli.inputs import check_vllm
+        from skyrl_mega.cli.prepare import check_vllm
         from skyrl_mega.common.errors import UserError
 
         try:

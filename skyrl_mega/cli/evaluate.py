@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     endpoint = _endpoint(args)
     check_evaluation(config, engines=endpoint is None)
 
-    from skyrl_mega.cli import draft_checks, inputs, layout_checks
+    from skyrl_mega.cli import draft_checks, inputs, layout_checks, prepare
     from skyrl_mega.envs import registry
     from skyrl_mega.evaluate.identity import identity
     from skyrl_mega.evaluate.results import open_results
@@ -115,10 +115,10 @@ def _run(args: argparse.Namespace) -> int:
         layout_checks.check_engine(config, hf)
         draft_checks.check_suffix(config)
         draft_checks.check_draft_weights(config, hf)
-        config = inputs.with_device(config, training=False)
+        config = prepare.with_device(config, training=False)
     with Console(as_json=args.json) as console:
         if not args.sets:
-            inputs.make_data(config, config.data.eval, console)
+            prepare.make_data(config, config.data.eval, console)
         sets = load_sets(config, args.sets)
         chat = None
         if endpoint is None:

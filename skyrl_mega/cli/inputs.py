@@ -1,12 +1,8 @@
-"""Inputs of a run, checked and prepared before any process starts: model, data, devices."""
+"""Inputs of a run, checked before any process starts: model, data, code, servers."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +12,16 @@ from skyrl_mega.cli.draft_checks import check_draft_weights, check_suffix
 from skyrl_mega.cli.experts import check_experts
 from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.checks.devices import check_enough, check_gpus
-from skyrl_mega.config.checks.policy import check_speed
-from skyrl_mega.config.pools import total_nodes
-from skyrl_mega.config.precision import check_precision
+from skyrl_mega.config.checks.devices import check_enough
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.external.open import check_servers
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
 from skyrl_mega.hf_checkpoint.copied import unread_note
-from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import run_inputs
-from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
 from skyrl_mega.weights.files.store import SCHEME, open_store
 
@@ -71,7 +62,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
         index.check_files(Path(other))
     _check_preparation(config)
     _check_waits(config)
-    _check_data(config, say, missing_ok=config.data.prepare is not None)
+    check_data(config, say, missing_ok=config.data.prepare is not None)
     check_chat(config, hf)
     check_tools(config)
     check_agents(config, environment_names(config))
@@ -123,10 +114,10 @@ def planned_inputs(
             absent.append(str(other))
     absent += check_draft_weights(config, hf, planned=True)
     if not config.data.prepare:
-        absent += [file for file in _files(config) if not Path(file).exists()]
+        absent += [file for file in data_files(config) if not Path(file).exists()]
     _check_preparation(config)
     _check_waits(config)
-    _check_data(config, say, missing_ok=True)
+    check_data(config, say, missing_ok=True)
     check_chat(config, hf)
     check_tools(config)
     check_agents(config, environment_names(config))
@@ -255,63 +246,6 @@ def _known(path: Path) -> Mapping[str, Any]:
     return known(path)
 
 
-def prepare(config: Config, console: Console) -> Config:
-    """Decides the device, builds an absent model (`model.build`) and creates absent data (`data.prepare`). An existing
-    model is not changed.
-
-    Call after `check_inputs`.
-
-    Returns:
-        The settings with `cluster.device` decided.
-
-    Raises:
-        UserError: The device cannot be used, the model cannot be built, or the prepared data are invalid.
-        ClusterError: As for `with_device`.
-    """
-    config = with_device(config)
-    path = Path(config.model.path)
-    if config.model.build and not path.exists():
-        from skyrl_mega.models.tiny import build
-
-        with console.phase("build model"):
-            build(config.model.build, path, config.run.seed)
-    if make_data(config, _files(config), console):
-        _check_data(config, lambda line: console.say(f"note: {line}"), missing_ok=False)
-    return config
-
-
-def try_machine(config: Config) -> None:
-    """Tries what trajectories start on this machine, such as a container; does nothing for environments that start
-    nothing. Returns nothing. Call after `prepare`, once per run.
-
-    Raises:
-        UserError: A trajectory could not start.
-    """
-    for name in environment_names(config):
-        registry.try_machine(name, config.environment)
-
-
-def make_data(config: Config, files: list[str], console: Console) -> bool:
-    """Runs `data.prepare` if any of the files is absent. Does not check the result.
-
-    Returns:
-        True if the preparation ran; False if it is not configured or no file is absent.
-
-    Raises:
-        UserError: An option or a source of `data.prepare` is wrong.
-    """
-    if not config.data.prepare or all(Path(file).exists() for file in files):
-        return False
-    from skyrl_mega.data.prepare import prepare as prepare_data
-
-    with console.phase("prepare data"):
-        try:
-            prepare_data(config.data.prepare)
-        except UserError as error:
-            raise UserError(error, key="data.prepare") from error
-    return True
-
-
 def model_config(config: Config) -> Mapping[str, Any]:
     """Returns the model's config.json: of `model.path`, or as `model.build` will write it if the path is absent.
 
@@ -384,109 +318,12 @@ def check_rewriting(config: Config) -> None:
             )
 
 
-def with_device(config: Config, training: bool = True) -> Config:
-    """Returns the settings with `cluster.device` decided, and on CUDA `gpu_memory_gib` read from the GPU if null.
-
-    Also checks the number of GPUs and nodes, and settings that depend on the device.
-
-    Args:
-        config: The settings.
-        training: True if policy, reference and critic need GPUs too; False for an evaluation.
-
-    Raises:
-        UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or
-            the installed packages are for GPUs but the device is a CPU; or the cluster at RAY_ADDRESS does not answer,
-            or there is none for two kinds of nodes.
-        ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
-    """
-    import torch
-
-    from skyrl_mega.cluster import devices
-    from skyrl_mega.cluster.ray_session import gpus_joined
-    from skyrl_mega.cluster.run_placement import check_nodes
-
-    joined = bool(os.environ.get("RAY_ADDRESS"))
-    if config.cluster.pools.engines is not None and training and not joined:
-        raise UserError(
-            "two kinds of nodes need a Ray cluster, and RAY_ADDRESS is not set",
-            key="cluster.pools.engines",
-            fix="start Ray on all nodes and give RAY_ADDRESS (docs/pools.md), or give cluster.pools.engines=null",
-        )
-    device = devices.choose_device(
-        config.cluster.device,
-        partial(gpus_joined, total_nodes(config), config.cluster.start_timeout_s) if joined else lambda: 0,
-        torch=devices.torch_view(),
-        here=devices.gpu_evidence(),
-        joined=joined,
-    )
-    decided = replace(config, cluster=replace(config.cluster, device=device))
-    if device == "cuda":
-        if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
-            size = torch.cuda.get_device_properties(0).total_memory / 2**30
-            decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
-        check_gpus(decided, training)
-        check_nodes(decided, training)
-    check_vllm(device)
-    if training:
-        check_precision(decided)
-        _check_spec(decided)
-        check_speed(decided)
-    return decided
-
-
-def check_vllm(device: str) -> None:
-    """Checks that the installed vLLM fits the device; a missing vLLM passes. vLLM's CPU packages are marked in their
-    name or version.
-
-    Raises:
-        UserError: vLLM is for GPUs and the device is `cpu`: every engine would fail at the start.
-    """
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if device == "cpu" and "cpu" not in version:
-        raise UserError(
-            f"the vLLM installed here, {version}, computes on GPUs alone; run with "
-            ".venv/bin/python, which `make quickstart` makes, or where there are GPUs",
-            key="cluster.device",
-            value="cpu (which auto means where there is no GPU)",
-        )
-
-
-def _check_spec(config: Config) -> None:
-    """Checks that the policy's layers are available on the device. On a node without a GPU this is left to the ranks.
-
-    Raises:
-        UserError: The layers are not available.
-    """
-    import torch
-
-    spec, device = config.policy.spec, config.cluster.device
-    if spec == "te" and device == "cpu":
-        raise UserError(
-            "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto",
-            key="policy.spec",
-            value="te",
-        )
-    installed = {
-        str(distribution.name).lower().replace("_", "-") for distribution in importlib.metadata.distributions()
-    }
-    missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
-    if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
-        raise UserError(
-            f"a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} are not installed here",
-            key="policy.spec",
-            value=spec,
-            fix="install them with `make cuda`, or give policy.spec=local, which trains without, slower",
-        )
-
-
-def _files(config: Config) -> list[str]:
+def data_files(config: Config) -> list[str]:
+    """Returns the files of prompts and demonstrations named in the settings."""
     return [file for files in run_inputs.data_files(config).values() for file in files]
 
 
-def _check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:
+def check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:
     """Checks every row of the prompt and demonstration files."""
 
     def present(files: list[str]) -> list[str]:

@@ -183,11 +183,11 @@ def _check_options(args: argparse.Namespace) -> None:
 def _prepared(config: Config, console: Console) -> Config:
     """Creates absent model and data, and tries the machine before a run without a checkpoint; returns the settings with
     `cluster.device` decided."""
-    from skyrl_mega.cli import inputs, resuming
+    from skyrl_mega.cli import prepare, resuming
 
-    config = inputs.prepare(config, console)
+    config = prepare.prepare(config, console)
     if resuming.checkpoint_of(config) is None:
-        inputs.try_machine(config)
+        prepare.try_machine(config)
     return config
 
 

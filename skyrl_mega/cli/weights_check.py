@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from skyrl_mega.cli import inputs
+from skyrl_mega.cli import inputs, prepare
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.telemetry.console import Console
@@ -73,7 +73,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
         check(config)
         inputs.check_inputs(config)
         with Console(as_json=as_json) as console, run_folder(config, console.say) as folder:
-            config = inputs.prepare(config, console)
+            config = prepare.prepare(config, console)
             with open_run(config, folder, console) as run:
                 yield run
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.cli.inputs import check_inputs, check_layouts, planned_inputs, prepare, with_device
+from skyrl_mega.cli.inputs import check_inputs, check_layouts, planned_inputs
+from skyrl_mega.cli.prepare import prepare, with_device
 from skyrl_mega.cluster.devices import GpuEvidence
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check

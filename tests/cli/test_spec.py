@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_mega.cli.inputs import check_vllm, with_device
+from skyrl_mega.cli.prepare import check_vllm, with_device
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
 from skyrl_mega.megatron.actor import MegatronActor

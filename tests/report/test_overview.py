@@ -179,7 +179,7 @@ def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("error", [ClusterError("Ray is gone"), ZeroDivisionError("in the loop")])
 def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    from skyrl_mega.cli import inputs, refusal
+    from skyrl_mega.cli import inputs, prepare, refusal
     from skyrl_mega.trainer import train
 
     def fail(*_: object) -> None:
@@ -187,7 +187,7 @@ def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(train, "train", fail)
     monkeypatch.setattr(inputs, "check_inputs", lambda config, say: {})
-    monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
+    monkeypatch.setattr(prepare, "prepare", lambda config, console: config)
     monkeypatch.setattr(refusal, "find_error", lambda config, hf, planned: None)
     (tmp_path / "c.yaml").write_text(f"run: {{name: r, directory: {tmp_path}}}\ncluster: {{device: cpu}}\n")
     arguments = [

@@ -8,24 +8,19 @@ import platform
 import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_data
 from skyrl_mega.config.drafts import draft_method
 from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import Presence
-from skyrl_mega.engines.vllm import routes
+from skyrl_mega.engines.vllm.answer_routes import AnswerRoutes
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.replicas import Replicas
 from skyrl_mega.engines.vllm.spec import EngineSpec, adapts, arguments, scales
-from skyrl_mega.hf_checkpoint.index import read_config
-from skyrl_mega.models.registry import architecture
-from skyrl_mega.models.routes import RouteShape
+from skyrl_mega.models.routes import WrongRoutes
 from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
 
@@ -79,8 +74,7 @@ class VllmEngine:
                 key="model.path",
                 value=spec.path,
             )
-        self.shape = _shape(spec) if spec.routes else None
-        """Shape of the routes in completions; None without routes."""
+        self.routes = AnswerRoutes(spec)
 
     async def start(self, former: Facts | None = None) -> Facts:
         """Loads the model, generates a first token and returns the size of the KV cache. Waits without limit; the
@@ -124,7 +118,7 @@ class VllmEngine:
         await self.llm.update_weight_version(str(self.version))
         if self.spec.dequantised and self.spec.weights == "auto":
             await self.workers("load_files", self.spec.path)
-        if self._worker_records:
+        if self.routes.recorded:
             await self.workers("record_routes")
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
@@ -190,7 +184,10 @@ class VllmEngine:
                         raise outcome
                     answers.append(outcome)
                 remaining -= len(answers)
-                yield await self._with_routes(answers, requests)
+                if self.routes.recorded:
+                    taken = (await self.workers("take_routes", [completion.id for completion in answers]))[0]
+                    answers = self.routes.of_worker(answers, requests, taken)
+                yield answers
         finally:
             self.running -= len(requests)
             self.calls.discard(done)
@@ -256,24 +253,20 @@ class VllmEngine:
             self.spans.append(Span(request.id, began, time.time(), details))
         try:
             done.put_nowait(self._completion(request, output.outputs[0]))
-        except routes.WrongRoutes as error:
+        except WrongRoutes as error:
             done.put_nowait(error)
 
     def _completion(self, request: Request, result: Any) -> Completion:
         self.ended += len(result.token_ids)
         if self.uses_drafts:
             self._count_drafts(result)
-        expert_routes = None
-        if self.shape and not self._worker_records and result.token_ids:
-            count = len(request.tokens) + len(result.token_ids) - 1 - request.routes_from
-            expert_routes = routes.output_routes(result.routed_experts, count, shape=self.shape, name=request.id)
         return Completion(
             request.id,
             array("i", result.token_ids),
             result.logprobs,
             "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
             tuple((int(span.version), span.start) for span in result.weight_versions or []),
-            expert_routes,
+            self.routes.of_output(request, result),
         )
 
     def _count_drafts(self, result: Any) -> None:
@@ -282,41 +275,6 @@ class VllmEngine:
         if (metrics := result.spec_decode_metrics) is not None:
             counts.drafted += metrics.num_draft_tokens
             counts.accepted += sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
-
-    # ---- routes ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _worker_records(self) -> bool:
-        """True if the worker records routes; on CUDA vLLM's model runner returns routes itself."""
-        return self.shape is not None and self.spec.device == "cpu"
-
-    async def _with_routes(self, ended: list[Completion], requests: list[Request]) -> list[Completion]:
-        """Returns the completions with the routes recorded by the worker.
-
-        Raises:
-            WrongRoutes: Recorded routes do not fit the request.
-        """
-        if not self._worker_records:
-            return ended
-        taken = (await self.workers("take_routes", [completion.id for completion in ended]))[0]
-        return [
-            self._routed(completion, next(r for r in requests if r.id == completion.id), packed)
-            for completion, packed in zip(ended, taken, strict=True)
-        ]
-
-    def _routed(self, completion: Completion, request: Request, packed: list[bytes] | None) -> Completion:
-        assert self.shape is not None
-        if not completion.tokens:
-            return completion
-        expert_routes = routes.verified_routes(
-            None if packed is None else routes.TokenRoutes.unpacked(packed, self.shape),
-            np.array([*request.tokens, *completion.tokens[:-1]], np.int32),
-            request.routes_from,
-            None if self.spec.updated_under_way else {version for version, _ in completion.versions},
-            shape=self.shape,
-            name=request.id,
-        )
-        return replace(completion, routes=expert_routes)
 
     async def _abort(self, request: str, seconds: float) -> None:
         """Aborts a request after the time limit; the last output contains the tokens so far."""
@@ -352,7 +310,7 @@ class VllmEngine:
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
-            **({"routed_experts_prompt_start": request.routes_from} if self.shape and not self._worker_records else {}),
+            **self.routes.parameters(request),
             extra_args={MAY_HOLD: True} if may_hold else None,
         )
 
@@ -360,7 +318,7 @@ class VllmEngine:
         """Drops vLLM's cached prefixes, and the routes that the worker has recorded of requests. No request may be
         under way."""
         await self._await_vllm(self.llm.reset_prefix_cache())
-        if self._worker_records:
+        if self.routes.recorded:
             await self.workers("forget_routes")
 
     async def drain(self) -> None:
@@ -497,7 +455,7 @@ class VllmEngine:
         """
         await self._await_vllm(self.llm.finish_weight_update(str(version)))
         self.version = version
-        if self._worker_records:
+        if self.routes.recorded:
             await self.workers("routes_version", version)
         self.presence.defined = True
         await self._resume_if_ready()
@@ -605,16 +563,3 @@ class VllmEngine:
         engine is dead."""
         await self.llm.check_health()
         return self.version
-
-
-def _shape(spec: EngineSpec) -> RouteShape:
-    """Returns the shape of the routes of an engine's model.
-
-    Raises:
-        UserError: The model has no experts.
-    """
-    hf = read_config(Path(spec.path))
-    shape = RouteShape.of(architecture(hf).describe(hf))
-    if shape is None:
-        raise UserError(f"the model of model.path={spec.path} has no experts; give off", key="policy.moe.replay")
-    return shape
