@@ -22,8 +22,9 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from skyrl_mega.cluster.calls import PendingCall, describe, gather, settle
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeGone
-from skyrl_mega.cluster.group import ActorGroup, ActorSpec, PendingCall, describe, end_processes, gather, settle
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec, end_processes
 from skyrl_mega.cluster.supervised_group import ALIVE, State, SupervisedGroup
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.residency import ENGINE

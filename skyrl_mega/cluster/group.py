@@ -1,4 +1,4 @@
-"""Groups of Ray actors: calls with a time limit, failures with a root cause, and no processes left behind."""
+"""Groups of Ray actors, and no processes left behind."""
 
 from __future__ import annotations
 
@@ -7,48 +7,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import ActorIdentity, Location, hosted, machine
-from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
+from skyrl_mega.cluster.calls import PendingCall, Waiting, gather
+from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
-from skyrl_mega.common.errors import UserError
 
-SETTLE_S = 2.0
-"""Seconds to keep collecting errors after the first: peers of a dead actor complain before Ray reports the death."""
 END_S = 10.0
 """Seconds until the processes of killed actors must be gone."""
 
 
 NOWHERE = Location("", 0, "", "", ())
 """Location of an actor that does not run yet."""
-Waiting = Callable[[Sequence[str]], None]
-"""Receives the names of the actors that a call still waits for."""
-
-
-@dataclass(frozen=True)
-class PendingCall:
-    """A started call to an actor, with the reference to its answer."""
-
-    group: str
-    """Name of the actor's group."""
-    rank: int
-    """The actor's rank in the group."""
-    method: str
-    """Name of the called method."""
-    ref: Any
-    """Ray's reference to the answer."""
-    log: str | None = None
-    """The actor's log file, for errors; None without one."""
-
-    @property
-    def actor(self) -> str:
-        """The actor's name, such as `policy-3`."""
-        return f"{self.group}-{self.rank}"
 
 
 @dataclass(frozen=True)
@@ -358,135 +333,3 @@ def _wait_gone(groups: list[int], seconds: float) -> None:
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Answers, failures and missing answers of a set of calls."""
-
-    timeout: float
-    """Time limit of the calls in seconds."""
-    answers: dict[PendingCall, Any]
-    """Return values of the calls that succeeded."""
-    failures: list[tuple[PendingCall, BaseException]]
-    """Failed calls and errors, in order of arrival."""
-    silent: list[PendingCall]
-    """Calls without an answer at the deadline."""
-
-    @property
-    def causes(self) -> dict[int, str]:
-        """Rank → cause of every call that failed or has no answer, for calls to a single group."""
-        silent = {call.rank: f"no answer within {self.timeout:g} s" for call in self.silent}
-        return {call.rank: describe(error) for call, error in self.failures} | silent
-
-    def raise_first(self) -> NoReturn:
-        """Raises the root cause: the first actor death, else the first error, else the timeout. To be called only if
-        `failures` or `silent` is not empty.
-
-        Raises:
-            UserError: The error, if the actor raised a UserError.
-            ActorFailed: The actor died or raised another error.
-            NodeGone: The intended node of the actor no longer exists.
-            ActorTimeout: Nothing failed, and some calls are unanswered.
-        """
-        import ray
-
-        if not self.failures:
-            first = self.silent[0]
-            raise ActorTimeout([(call.group, call.rank) for call in self.silent], first.method, self.timeout)
-        death_errors = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
-        died = [f for f in self.failures if isinstance(f[1], death_errors)]
-        call, error = (died or self.failures)[0]
-        if isinstance(cause := cause_of(error), UserError):
-            raise cause from None
-        kind = NodeGone if isinstance(error, ray.exceptions.ActorUnschedulableError) else ActorFailed
-        others = len(self.failures) - 1
-        raise kind(call.group, call.rank, call.method, describe(error), others=others, log=call.log) from error
-
-
-def settle(
-    calls: Sequence[PendingCall],
-    timeout: float,
-    after_failure: float,
-    failed: Callable[[BaseException], None] | None = None,
-    waiting_for: Waiting | None = None,
-) -> Outcomes:
-    """Waits for calls to any number of groups and collects answers and failures instead of raising.
-
-    Args:
-        calls: The calls, possibly of several groups.
-        timeout: Time limit in seconds.
-        after_failure: Seconds to keep waiting for the other calls after the first failure.
-        failed: Called with the first failure, to notify waiting peers of the failed actor. None calls nothing.
-        waiting_for: Receives the names of the actors without an answer, at first and after every answer.
-    """
-    import ray
-
-    by_ref = {call.ref: call for call in calls}
-    outcomes = Outcomes(timeout, {}, [], [])
-    waiting = list(by_ref)
-    deadline = time.monotonic() + timeout
-    while waiting and (remaining := deadline - time.monotonic()) > 0:
-        if waiting_for is not None:
-            waiting_for([by_ref[ref].actor for ref in waiting])
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=remaining)
-        for ref in done:
-            try:
-                outcomes.answers[by_ref[ref]] = ray.get(ref)
-            except (ray.exceptions.RayError, UserError) as error:
-                if not outcomes.failures:
-                    deadline = min(deadline, time.monotonic() + after_failure)
-                    if failed is not None:
-                        failed(error)
-                outcomes.failures.append((by_ref[ref], error))
-    outcomes.silent.extend(by_ref[ref] for ref in waiting)
-    return outcomes
-
-
-def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | None = None) -> list[Any]:
-    """Waits for calls to any number of groups and returns the answers in order. Ends no actor, also after a failure.
-
-    Args:
-        calls: The calls.
-        timeout: Time limit in seconds; after a first failure, at most `SETTLE_S` more.
-        waiting_for: Receives the names of the actors without an answer, at first and after every answer.
-
-    Raises:
-        UserError: An actor raised it.
-        ActorFailed: The root cause: the first actor death, or without any death the first error.
-        ActorTimeout: No call failed, but some actors did not answer within `timeout` seconds.
-    """
-    outcomes = settle(calls, timeout, SETTLE_S, waiting_for=waiting_for)
-    if outcomes.failures or outcomes.silent:
-        outcomes.raise_first()
-    return [outcomes.answers[call] for call in calls]
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Returns the exception that an actor's method raised, taken out of Ray's wrapper. Any other error, such as the
-    death of an actor, is returned itself."""
-    import ray
-
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-    return error if cause is None else cause
-
-
-def describe(error: BaseException) -> str:
-    """Returns a single line about an error: class name and first line of its text. For an error from an actor, these
-    are of the exception raised there; for a dead actor the line says if its node or its process died."""
-    import ray
-
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
-    if isinstance(error, ray.exceptions.ActorUnschedulableError):
-        return "its node died"
-    if isinstance(error, ray.exceptions.RayActorError):
-        if "node has died" in str(error):  # Ray has no exception class for this
-            return "its node died"
-        return "its process died (killed, out of memory, or crashed)"
-    return f"{type(error).__name__}: {_line(str(error))}"
-
-
-def _line(text: str) -> str:
-    return next((line.strip() for line in text.strip().splitlines() if line.strip()), "no message")

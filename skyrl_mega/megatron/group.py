@@ -12,7 +12,8 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.samples import Samples
-from skyrl_mega.cluster.group import ActorGroup, PendingCall, Waiting
+from skyrl_mega.cluster.calls import PendingCall, Waiting
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.micro_batches import Split, split_apart
@@ -250,7 +251,7 @@ class TrainGroup:
         """Starts moving parts of the state off the devices of all ranks, and returns a pending call per rank, by rank.
         Gradients are dropped, not copied.
 
-        `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
+        `cluster.calls.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
         copied to host memory; parts already off the device stay.
 
         Args:
@@ -262,7 +263,7 @@ class TrainGroup:
         """Starts moving parts of the state back to the devices of all ranks, and returns a pending call per rank, by
         rank.
 
-        `cluster.group.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
+        `cluster.calls.gather` waits for the calls and raises their errors. The result of a call is the number of bytes
         copied to the device; parts on the device stay, gradients return as zeros.
 
         Args:

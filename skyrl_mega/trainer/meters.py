@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from skyrl_mega.cluster.calls import PendingCall, settle
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, PendingCall, settle
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.engines.base import Drafts
 from skyrl_mega.telemetry.memory import MemoryReading
 

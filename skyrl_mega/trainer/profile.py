@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from skyrl_mega.cluster.calls import gather, settle
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, gather, settle
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import ProfileConfig
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, Span, TraceWriter

@@ -7,9 +7,9 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from skyrl_mega.cluster.calls import PendingCall, gather
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import PendingCall, gather
 from skyrl_mega.config.residency import CRITIC, ENGINE, NEEDS, POLICY, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.megatron.group import TrainGroup

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skyrl_mega.cluster.calls import gather, settle
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, ActorSpec, gather, settle
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec
 from skyrl_mega.cluster.placement import Placement, on_gpus_of
 from skyrl_mega.config.derived import (
     POLICY_ENVIRONMENT,

@@ -17,8 +17,8 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from skyrl_mega.cluster.calls import describe, settle
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import describe, settle
 from skyrl_mega.config.derived import engine_precision, length_limit
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.endpoints import entries

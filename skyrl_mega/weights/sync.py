@@ -15,8 +15,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.actor_process import Location
+from skyrl_mega.cluster.calls import Outcomes, PendingCall, cause_of, describe, gather, settle
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, Outcomes, PendingCall, cause_of, describe, gather, settle
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, differences, plan_placement
 from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.schema import Config

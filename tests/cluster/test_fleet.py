@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster import reaper
+from skyrl_mega.cluster.calls import gather
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
-from skyrl_mega.cluster.group import ActorGroup, ActorSpec, gather
+from skyrl_mega.cluster.group import ActorGroup, ActorSpec
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.cluster.supervised_group import State
 from skyrl_mega.common.errors import UserError

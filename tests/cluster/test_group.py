@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster import reaper
+from skyrl_mega.cluster.calls import gather
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
-from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.placement import on_gpus_of, reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.common.errors import UserError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.group import Outcomes, PendingCall
+from skyrl_mega.cluster.calls import Outcomes, PendingCall
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.elastic import check_elastic
 from skyrl_mega.config.checks.engines import check_endpoints, check_rollout

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from skyrl_mega.cluster import reaper
+from skyrl_mega.cluster.calls import gather
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request, Sampling

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.calls import gather
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.config.schema import RolloutConfig

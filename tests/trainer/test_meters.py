@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.group import Outcomes, PendingCall
+from skyrl_mega.cluster.calls import Outcomes, PendingCall
 from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.trainer import meters
 from skyrl_mega.trainer.meters import GIB, Meters

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_mega.cluster.calls import Outcomes
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.group import Outcomes
 from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config, FilesConfig, ModelConfig, RolloutConfig, WeightsConfig

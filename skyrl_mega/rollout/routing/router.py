@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_mega.cluster.calls import cause_of, describe
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
-from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.prefix_affinity import PrefixAffinity

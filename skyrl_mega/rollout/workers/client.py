@@ -11,9 +11,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from skyrl_mega.cluster.calls import describe
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
-from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt

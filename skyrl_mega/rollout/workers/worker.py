@@ -17,9 +17,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from skyrl_mega.cluster.calls import describe
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
-from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt

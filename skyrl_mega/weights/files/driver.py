@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from skyrl_mega.cluster.calls import gather, settle
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, gather, settle
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.files.collect import collect
 from skyrl_mega.weights.files.manifest import Manifest, publication, write_manifest
