@@ -67,7 +67,8 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     check_tools(config)
     check_agents(config, environment_names(config))
     if config.rollout.endpoints:
-        check_servers(config, architecture(hf).describe(hf).vocab)
+        decoder = architecture(hf).describe(hf)
+        check_servers(config, decoder.vocab, decoder.experts is not None)
     return hf
 
 

@@ -299,7 +299,8 @@ def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
         raise UserError(why, key="--kind", value=kind)
     config = replace(setup.config, rollout=replace(rollout, endpoints=[{**entry}]))
     check_endpoints(config)
-    (spec,) = external_specs(config, architecture(setup.hf).describe(setup.hf).vocab)
+    decoder = architecture(setup.hf).describe(setup.hf)
+    (spec,) = external_specs(config, decoder.vocab, decoder.experts is not None)
     return ActorSpec(ExternalEngine, {"spec": spec})
 
 

@@ -355,8 +355,8 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
     with setup.stages.stage("engine", "load the model", config.rollout.engines) as waiting:
         facts = group.call_all("start", timeout=setup.timeout_s, waiting=waiting)
     if config.rollout.endpoints and weights == "dummy":
-        vocab = architecture(setup.hf).describe(setup.hf).vocab
-        facts += reach_servers(setup, group, external_specs(config, vocab))
+        decoder = architecture(setup.hf).describe(setup.hf)
+        facts += reach_servers(setup, group, external_specs(config, decoder.vocab, decoder.experts is not None))
     fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say, facts=facts)
     fleet.joined.update(range(config.rollout.engines, len(group)))  # a lost server does not end the run
     setup.stack.callback(fleet.close)

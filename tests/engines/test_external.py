@@ -16,8 +16,8 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.external.actor import ExternalEngine
-from skyrl_mega.engines.external.open import ExternalSpec, check_servers, specs
-from skyrl_mega.engines.external.server import NewTokens, ServerAddress, ServerRefused
+from skyrl_mega.engines.external.open import ExternalSpec, _check, check_servers, specs
+from skyrl_mega.engines.external.server import NewTokens, ServerAddress, ServerFacts, ServerRefused
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.weights.members import DIRECTORY
 from tests.support.sglang_server import Bigrams, SglangStandIn, sglang_server
@@ -211,6 +211,14 @@ def test_a_server_for_shorter_sequences_is_refused() -> None:
         config = config_of(f"rollout.endpoints=[{{url: '{url}', kind: sglang}}]", "rollout.max_length=4096")
         with pytest.raises(UserError, match="takes 128 tokens, and rollout's limits allow 4096"):
             check_servers(config, VOCAB)
+
+
+def test_a_vllm_server_on_a_cpu_without_the_plugin_is_refused_for_experts() -> None:
+    spec = spec_of("http://127.0.0.1:1", "vllm", experts=True)
+    with pytest.raises(UserError, match=r"sync = directory: vLLM on a CPU serves wrong experts"):
+        _check(ServerFacts(reloads_experts=False), spec)
+    _check(ServerFacts(reloads_experts=False), replace(spec, experts=False))
+    _check(ServerFacts(), spec)
 
 
 def test_a_server_whose_cache_is_smaller_than_a_sequence_is_refused() -> None:

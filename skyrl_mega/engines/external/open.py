@@ -20,7 +20,7 @@ from skyrl_mega.engines.external.http import HttpServer
 from skyrl_mega.engines.external.server import InferenceServer, ServerAddress, ServerFacts, ServerRefused
 from skyrl_mega.engines.external.sglang import SglangServer
 from skyrl_mega.engines.external.vllm import VllmServer
-from skyrl_mega.weights.members import FILES, GROUP
+from skyrl_mega.weights.members import DIRECTORY, FILES, GROUP
 
 METHODS = ("generate", "version", "update", "pause", "resume", "flush")
 """Methods of a user's class (`server.InferenceServer`)."""
@@ -53,6 +53,8 @@ class ExternalSpec:
     """Number of token ids of the model."""
     workers: int
     """Workers of an engine of the run; with `GROUP` the server needs as many."""
+    experts: bool = False
+    """True if the model has experts."""
 
     @property
     def name(self) -> str:
@@ -60,12 +62,13 @@ class ExternalSpec:
         return f"{self.kind} at {self.address.url}"
 
 
-def specs(config: Config, vocab: int) -> list[ExternalSpec]:
+def specs(config: Config, vocab: int, experts: bool = False) -> list[ExternalSpec]:
     """Returns the servers of `rollout.endpoints`, with API keys from the environment.
 
     Args:
         config: The settings.
         vocab: Number of token ids of the model.
+        experts: True if the model has experts.
 
     Raises:
         UserError: The environment variable of an API key is not set.
@@ -83,6 +86,7 @@ def specs(config: Config, vocab: int) -> list[ExternalSpec]:
             max_length=length_limit(rollout),
             vocab=vocab,
             workers=engine_ranks(rollout),
+            experts=experts,
         )
         for number, entry in enumerate(entries(rollout.endpoints))
     ]
@@ -121,12 +125,13 @@ def open_server(spec: ExternalSpec) -> InferenceServer:
     return server
 
 
-def check_servers(config: Config, vocab: int) -> None:
+def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
     """Examines all servers of `rollout.endpoints` at once, before any process of a run starts.
 
     Args:
         config: The settings.
         vocab: Number of token ids of the model.
+        experts: True if the model has experts.
 
     Raises:
         UserError: A server does not answer within `REACH_S`, or does not fit the run.
@@ -142,7 +147,7 @@ def check_servers(config: Config, vocab: int) -> None:
             raise UserError(why, key=f"{spec.key}.url", value=spec.address.url, fix=fix) from error
 
     async def check_all() -> None:
-        await asyncio.gather(*map(check, specs(config, vocab)))
+        await asyncio.gather(*map(check, specs(config, vocab, experts)))
 
     asyncio.run(check_all())
 
@@ -195,6 +200,9 @@ def _check(facts: ServerFacts, spec: ExternalSpec) -> None:
     if spec.sync in (GROUP, FILES) and not facts.plugin:
         why = f"sync={spec.sync} needs the plug-in of skyrl_mega in the server, which it does not have"
         raise UserError(why, key=f"{spec.key}.sync", value=spec.sync, fix="start it as docs/endpoints.md shows")
+    if spec.sync == DIRECTORY and spec.experts and not facts.reloads_experts:
+        why = "vLLM on a CPU serves wrong experts after it has loaded a directory without the plug-in of skyrl_mega"
+        raise UserError(why, key=f"{spec.key}.sync", value=spec.sync, fix="start it with the plug-in")
     if spec.sync == GROUP and facts.workers not in (None, spec.workers):
         why = f"the server has {facts.workers} workers, and engines of the run have {spec.workers}"
         fix = f"start it with --tensor-parallel-size {spec.workers}, or give sync: files"

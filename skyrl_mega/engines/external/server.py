@@ -56,6 +56,8 @@ class ServerFacts:
     """Number of workers, with data-parallel replicas."""
     plugin: bool = False
     """True if the server runs this project's worker extension and weight transfer engine."""
+    reloads_experts: bool = True
+    """False if the server serves wrong experts after loading a directory."""
 
 
 def stated_version(text: Any) -> int:

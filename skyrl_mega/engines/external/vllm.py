@@ -108,6 +108,8 @@ class VllmServer(HttpServer):
                 cache_tokens=cache if isinstance(cache, int) and cache > 0 else None,
                 workers=self.workers,
                 plugin=self.plugin,
+                # vLLM 0.32 leaves reloaded experts in the files' order, and its kernel for a CPU reads packed ones.
+                reloads_experts=self.plugin or (config.get("device_config") or {}).get("device_type") != "cpu",
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerGone(f"/server_info has an unknown form: {type(error).__name__} {error}") from None

@@ -184,10 +184,7 @@ class VllmEngine:
                         raise outcome
                     answers.append(outcome)
                 remaining -= len(answers)
-                if self.routes.recorded:
-                    taken = (await self.workers("take_routes", [completion.id for completion in answers]))[0]
-                    answers = self.routes.of_worker(answers, requests, taken)
-                yield answers
+                yield await self._with_routes(answers, requests)
         finally:
             self.running -= len(requests)
             self.calls.discard(done)
@@ -195,6 +192,12 @@ class VllmEngine:
                 self.watch.cancel()
             for task in tasks:
                 task.cancel()
+
+    async def _with_routes(self, ended: list[Completion], requests: list[Request]) -> list[Completion]:
+        if not self.routes.recorded:
+            return ended
+        taken = (await self.workers("take_routes", [completion.id for completion in ended]))[0]
+        return self.routes.of_worker(ended, requests, taken)
 
     async def _compute_queued(self) -> None:
         """Lets the engine compute once all tasks of a call have queued their requests."""
