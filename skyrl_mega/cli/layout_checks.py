@@ -141,7 +141,7 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     if config.cluster.device == "cpu":
         prefix = "model.build." if config.model.build else f"model.path = {config.model.path}: "
         for block in decoder.blocks:
-            block.check_cpu_engine(prefix)
+            block.check_cpu_engine(prefix, config.model.dtype)
     if fp8_parameters(config.rollout):
         engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
     if config.cluster.device == "cpu" and decoder.experts:

@@ -48,6 +48,8 @@ def _describe(file: Path, dtype: torch.dtype, fp8: bool) -> None:
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in hf] or ["torch_dtype"]
     described = hf | dict.fromkeys(keys, name)
+    if isinstance(text := hf.get("text_config"), dict):
+        described["text_config"] = text | {key: name for key in ("dtype", "torch_dtype") if key in text}
     if not fp8:
         described.pop("quantization_config", None)
     if described != hf:

@@ -80,7 +80,7 @@ class ModelWorker:
         self.dtype, self.device = dtype, device
         self.spec = layer_spec(policy.spec, device.type)
         chunks = build_model(hf, policy, parallel, dtype, device, head=head)
-        self.vocab = int(hf["vocab_size"])
+        self.vocab = self.architecture.describe(hf).vocab
         self.params: dict[str, Tensor] = {
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }

@@ -17,6 +17,8 @@ from skyrl_mega.models.blocks.value_head import ValueHeadBlock
 from skyrl_mega.models.config_json import Hf, integer, number
 from skyrl_mega.models.quantization import block_fp8
 
+MODEL = "model"
+"""Beginning of the names of the tensors that blocks declare."""
 Layer = tuple[Block, ...]
 """The blocks of a layer, in execution order."""
 
@@ -40,6 +42,9 @@ class Decoder:
     """Epsilon of every RMSNorm."""
     zero_centered_norms: bool = False
     """True if norms of hidden states, queries and keys multiply by 1 + weight."""
+
+    prefix: str = MODEL
+    """Beginning of the names of all tensors on disk but the output projection."""
 
     def __hash__(self) -> int:
         """Hashes what differs between models; a hash of every block would cost more than most cached results."""
@@ -124,13 +129,18 @@ class Decoder:
     def float32_tensors(self) -> frozenset[str]:
         """Hugging Face names of the tensors that stay in float32 in a model of any dtype."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
-        return frozenset(name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
+        names = (name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
+        return frozenset(map(self.on_disk, names))
 
     @cached_property
     def engine_float32(self) -> frozenset[str]:
         """Names of the parameters that vLLM keeps in float32 in a model of any dtype."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
         return frozenset(name for index, block in layers for name in block.engine_float32(f"model.layers.{index}"))
+
+    def on_disk(self, name: str) -> str:
+        """Returns the name on disk of a tensor that a block declares: with `prefix` instead of `MODEL`."""
+        return self.prefix + name.removeprefix(MODEL) if name.startswith(f"{MODEL}.") else name
 
     def is_moe(self, index: int) -> bool:
         """Returns True if layer `index` (global, from 0) contains routed experts; False also for an index without a

@@ -125,7 +125,7 @@ def shard(
     Raises:
         ValueError: The decoder is a critic.
     """
-    builder = ShardBuilder(tensors or huggingface.tensors(decoder))
+    builder = ShardBuilder(tensors or huggingface.tensors(decoder), decoder.on_disk)
     cut = EngineCut(tensor, expert_parallel, data)
     decoder.embedding.engine_pieces(builder, cut, rank, "model")
     for index in range(decoder.layers):

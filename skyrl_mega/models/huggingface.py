@@ -8,7 +8,7 @@ from skyrl_mega.models.blocks.base import Tensors
 from skyrl_mega.models.blocks.embedding import HEAD
 from skyrl_mega.models.decoder import Decoder
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 _BUFFER = "rotary_emb.inv_freq"
 """Ending of the name of a computed tensor, saved by old versions of transformers."""
 
@@ -20,7 +20,8 @@ def tensors(decoder: Decoder) -> Tensors:
     for index in range(decoder.layers):
         for block in decoder.layer(index):
             shapes |= block.hf_tensors(f"model.layers.{index}")
-    return shapes | decoder.head.hf_tensors("model")
+    shapes |= decoder.head.hf_tensors("model")
+    return {decoder.on_disk(name): shape for name, shape in shapes.items()}
 
 
 def is_computed(decoder: Decoder, name: str) -> bool:
@@ -33,5 +34,5 @@ def is_in_layers(decoder: Decoder, name: str) -> bool:
     """Returns True if a tensor's name belongs to one of the model's layers. False for tensors outside of layers, and
     for layers for multi-token prediction (higher numbers).
     """
-    layer = _LAYER.match(name)
+    layer = _LAYER.match(name.removeprefix(decoder.prefix))
     return layer is not None and int(layer[1]) < decoder.layers

@@ -196,7 +196,7 @@ def shard(
     Raises:
         ValueError: `rank` is not a rank of the layout.
     """
-    builder = ShardBuilder(tensors or huggingface.tensors(decoder))
+    builder = ShardBuilder(tensors or huggingface.tensors(decoder), decoder.on_disk)
     coords = parallel.coordinates(rank)
     for chunk in range(parallel.virtual_pipeline):
         place = MegatronPlace(parallel, coords, chunk, spec)

@@ -10,10 +10,11 @@ from pathlib import PurePath
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.models.published_configs import deepseek, experts, glm, llama, qwen
+from skyrl_mega.models.published_configs import deepseek, experts, glm, llama, qwen, qwen_delta
 
 KNOWN: dict[str, dict[str, Any]] = {
     **qwen.MODELS,
+    **qwen_delta.MODELS,
     **llama.MODELS,
     **glm.MODELS,
     **deepseek.MODELS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from skyrl_mega.parallel.box import Box, Piece, Shard
 
 
@@ -10,10 +12,13 @@ class ShardBuilder:
 
     Args:
         tensors: Name → shape of the global tensors.
+        on_disk: Returns the name in `tensors` of a tensor as a block calls it.
     """
 
-    def __init__(self, tensors: dict[str, tuple[int, ...]]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: dict[str, tuple[int, ...]], on_disk: Callable[[str], str] = lambda tensor: tensor
+    ) -> None:
+        self._tensors, self._on_disk = tensors, on_disk
         self._params: dict[str, tuple[int, ...]] = {}
         self._pieces: list[Piece] = []
         self._boxes: dict[Box, Box] = {}
@@ -33,6 +38,7 @@ class ShardBuilder:
         `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
         tensor. Raises KeyError for an unknown `tensor`.
         """
+        tensor = self._on_disk(tensor)
         shape = self._tensors[tensor]
         zeros = (0,) * (len(shape) - 1)
         box = self._box((start, *zeros), shape if count is None else (count, *shape[1:]))
@@ -41,13 +47,14 @@ class ShardBuilder:
     def columns(self, param: str, tensor: str, start: int, count: int, stack: tuple[int, ...] = ()) -> None:
         """Declares that columns `start … start + count - 1` of a matrix fill the parameter, or with `stack` one entry
         of its leading dimensions. Raises KeyError for an unknown `tensor`."""
+        tensor = self._on_disk(tensor)
         rows = self._tensors[tensor][0]
         self._pieces.append(Piece(tensor, self._box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
     def whole(self, param: str, tensor: str) -> None:
         """Declares a new local parameter with the tensor's shape, filled by the whole tensor. Raises KeyError for an
         unknown `tensor`."""
-        self.rows(self.param(param, *self._tensors[tensor]), 0, tensor)
+        self.rows(self.param(param, *self._tensors[self._on_disk(tensor)]), 0, tensor)
 
     def _box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Box:
         """Returns the box; equal boxes share an object, since thousands of experts are cut alike."""

@@ -10,6 +10,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, Weights
 from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, environment
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
-from tests.families.models import CORRECTION_BIAS, read_hf, transformers_model
+from tests.families.models import CORRECTION_BIAS, DECAY, read_hf, transformers_model
 from tests.megatron.layouts import CPU, join_ranks, layout, load_model, policy_config
 from tests.support.shards import cut
 
@@ -51,6 +52,9 @@ class EngineResults:
     """Names of the parameters that the engine's own check finds different."""
     biases: dict[str, Tensor] = field(default_factory=dict)
     """Correction biases after a sync."""
+    rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Occasion → median errors of the log-probs of a bfloat16 engine, and of transformers in bfloat16, relative to
+    float32 with the same weights."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Tensor of a fresh engine → type."""
 
@@ -137,6 +141,8 @@ def _engine(folder: Path, port: int, name: str, dtype: str) -> EngineResults:
         _update(llm)
         new_answers = ask(llm)
         results.differences[occasion] = difference(folder / f"{name}-{seed}", new_answers)
+        if dtype == "bfloat16":
+            results.rounding[occasion] = rounding_errors(folder_of(folder, name, dtype, seed), new_answers)
         if seed == SYNCS[-1]:
             results.stale[occasion] = unlike(expected, state(llm))
             results.stale[occasion] += [] if new_answers == answers else ["answers"]
@@ -191,6 +197,29 @@ def difference(path: Path, answers: Answers) -> float:
         errors = (expected - torch.tensor(logprobs)).abs().nan_to_num(nan=float("inf"))
         worst = max(worst, float(errors.max()))
     return worst
+
+
+@torch.no_grad()
+def rounding_errors(path: Path, answers: Answers) -> tuple[float, float]:
+    """Returns the median errors of the answers' log-probs, and of transformers in bfloat16 on the same tokens, relative
+    to transformers in float32 with the weights of a bfloat16 directory. A token with other experts because of rounding
+    has a large error in either, which the median ignores."""
+    exact = transformers_model(path)
+    rounded = transformers_model(path).bfloat16()
+    for name, parameter in rounded.named_parameters():
+        if name.endswith(DECAY):
+            parameter.data = exact.get_parameter(name).data
+    errors: list[tuple[float, float]] = []
+    for tokens, logprobs in answers:
+        ids = torch.tensor(tokens)
+        rows = [
+            model(ids[None]).logits[0].float().log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            for model in (exact, rounded)
+        ]
+        engine = torch.tensor(logprobs)
+        errors += zip((engine - rows[0]).abs().tolist(), (rows[1] - rows[0]).abs().tolist(), strict=True)
+    ours, theirs = zip(*errors, strict=True)
+    return median(ours), median(theirs)
 
 
 def state(llm: Any) -> dict[str, Tensor]:

@@ -114,6 +114,21 @@ YARN = {
 }
 SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,  # the kernel of vLLM's CPU engine has no other width
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+"""Gated delta nets with heads that engines can compute."""
+
 MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel(
         "Qwen3MoeConfig",
@@ -181,6 +196,7 @@ MODELS: dict[str, TinyModel] = {
         },
         float32_engine=False,
     ),
+    "qwen3_5_moe_text": TinyModel("Qwen3_5MoeTextConfig", DELTA, float32_engine=False),
     "minimax_m2": TinyModel(
         "MiniMaxM2Config",
         {
@@ -214,13 +230,18 @@ MODELS: dict[str, TinyModel] = {
 """The models of all sweeps; several of a family if its variants differ in their blocks."""
 IN_FLOAT32_ENGINES = [name for name, tiny in MODELS.items() if tiny.float32_engine]
 """The models of the sweeps over engines in float32."""
+DELTA_ENGINES: dict[str, TinyModel] = {
+    "qwen3_next, engine": TinyModel("Qwen3NextConfig", DELTA | {"intermediate_size": 192, "norm_topk_prob": True}),
+    "qwen3_5_moe_text": MODELS["qwen3_5_moe_text"],
+}
+"""The models with gated delta nets in engines, which compute them in bfloat16 only on a CPU."""
 
 
 def make(name: str, path: Path, seed: int) -> Path:
     """Writes a model as a Hugging Face directory and returns the directory."""
     import transformers
 
-    tiny = MODELS[name]
+    tiny = (MODELS | DELTA_ENGINES)[name]
     config = getattr(transformers, tiny.config)(**COMMON | tiny.sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill(model, seed)

@@ -30,6 +30,8 @@ GIVEN = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 48},
+    "qwen3_next": {"shared_expert_intermediate_size": 48},
+    "qwen3_5_moe_text": {"shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8},
     "olmoe": {"norm_topk_prob": False},
     "glm4_moe": {"n_routed_experts": 8, "head_dim": 64},

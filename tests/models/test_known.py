@@ -76,9 +76,12 @@ PARAMETERS = {
     "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen2-57B-A14B": 57_408_658_944,
     "Qwen2-57B-A14B-Instruct": 57_408_658_944,
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Qwen3-Next-80B-A3B-Thinking": 79_674_391_296,
 }
 """Parameters of each checkpoint: as counted by the Hugging Face hub, and for mixtures of experts other than Qwen3's as
-counted by transformers, which counts neither correction biases (a buffer) nor multi-token-prediction layers."""
+counted by transformers, which counts neither correction biases (a buffer) nor multi-token-prediction layers; of Qwen3.5
+the text model."""
 
 BIASES = {
     **dict.fromkeys(("GLM-4.5", "GLM-4.6", "GLM-4.7"), 89 * 160),

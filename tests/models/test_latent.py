@@ -167,8 +167,8 @@ def test_engines_on_a_cpu_need_the_kernels_widths_and_torchs_rotation() -> None:
     with pytest.raises(
         UserError, match=r"model.path = m: kv_lora_rank = 40: .* allowed is 512, or cluster.device=cuda"
     ):
-        attention(DEEPSEEK).check_cpu_engine("model.path = m: ")
-    attention(DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}).check_cpu_engine("")
+        attention(DEEPSEEK).check_cpu_engine("model.path = m: ", "float32")
+    attention(DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}).check_cpu_engine("", "float32")
     assert attention(DEEPSEEK).engine_arguments("cpu")["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     assert attention(DEEPSEEK).engine_arguments("cuda") == {}
     for hf in (DEEPSEEK, V2_LITE):

@@ -190,10 +190,13 @@ def _draft_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _block_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Returns the arguments that the model's blocks need on this device."""
+    """Returns the arguments that the model's blocks need on this device, and the text model's class for a checkpoint
+    of a larger model."""
     hf = read_config(Path(spec.path))
-    needed: dict[str, Any] = {}
-    for block in architecture(hf).describe(hf).parts:
+    kind, needed = architecture(hf), dict[str, Any]()
+    if hf.get("architectures") and kind.transformers_class not in hf["architectures"]:
+        needed["hf_overrides"] = {"architectures": [kind.transformers_class]}
+    for block in kind.describe(hf).parts:
         needed = _merged(needed, block.engine_arguments(spec.device))
     return needed
 

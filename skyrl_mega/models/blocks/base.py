@@ -272,9 +272,13 @@ class Block(Protocol):
         of 128."""
         return {}
 
-    def check_cpu_engine(self, prefix: str) -> None:
-        """Raises UserError, naming config.json's key, for a width not supported by vLLM on a CPU, and returns None
-        otherwise; `prefix` precedes config.json's key in the error."""
+    def check_cpu_engine(self, prefix: str, dtype: str) -> None:
+        """Raises UserError for a width or a type not supported by vLLM on a CPU, and returns None otherwise.
+
+        Args:
+            prefix: Text before config.json's key in an error about a width.
+            dtype: Value of `model.dtype`.
+        """
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
         """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`: argument of

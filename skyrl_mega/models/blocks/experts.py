@@ -134,12 +134,18 @@ class Experts(Block):
     def hf_tensors(self, source: str) -> Tensors:
         shapes: Tensors = {f"{source}.{NORM}": (self.hidden,), self._router(source): (self.count, self.hidden)}
         shapes |= dict.fromkeys(self.float32_tensors(source), (self.count,))
-        for expert in range(self.count):
-            shapes |= gated_tensors(self._expert(source, expert), self.width, self.hidden, self.names.matrices)
+        shapes |= self._expert_tensors(source)
         if self.shared:
             shapes |= gated_tensors(f"{source}.{self.shared.name}", self.shared.width, self.hidden)
             if self.shared.gate:
                 shapes[f"{source}.{self.shared.gate}"] = (1, self.hidden)
+        return shapes
+
+    def _expert_tensors(self, source: str) -> Tensors:
+        """Returns name → shape of the tensors of all experts."""
+        shapes: Tensors = {}
+        for expert in range(self.count):
+            shapes |= gated_tensors(self._expert(source, expert), self.width, self.hidden, self.names.matrices)
         return shapes
 
     def float32_tensors(self, source: str) -> Sequence[str]:
@@ -217,12 +223,20 @@ class Experts(Block):
             prefixes = (f"{prefix}.local_experts.{i}" for i in range(count))
             names = [(f"{p}.linear_fc1.weight", f"{p}.linear_fc2.weight") for p in prefixes]
         for local, (fc1, fc2) in enumerate(names):
-            b.param(fc1, 2 * width, self.hidden)
-            b.param(fc2, self.hidden, width)
-            expert = self._expert(source, coords.ep * count + local)
-            gated_pieces(b, (fc1, fc2), expert, coords.etp * width, width, matrices=self.names.matrices)
+            columns = range(coords.etp * width, (coords.etp + 1) * width)
+            self._expert_pieces(b, (fc1, fc2), source, coords.ep * count + local, columns)
         if self.shared:
             self._shared_pieces(b, place, f"{target}.mlp.shared_experts", source, self.shared)
+
+    def _expert_pieces(
+        self, b: ShardBuilder, params: tuple[str, str], source: str, expert: int, columns: range
+    ) -> None:
+        """Adds both weights of an expert on a policy rank, called `params`, with these columns of the expert."""
+        width = len(columns)
+        b.param(params[0], 2 * width, self.hidden)
+        b.param(params[1], self.hidden, width)
+        name = self._expert(source, expert)
+        gated_pieces(b, params, name, columns.start, width, matrices=self.names.matrices)
 
     def _shared_pieces(
         self, b: ShardBuilder, place: MegatronPlace, target: str, source: str, shared: SharedExpert
@@ -271,9 +285,7 @@ class Experts(Block):
         width, prefix = len(columns), f"{source}.{self.names.part}.experts.routed_experts"
         w13 = b.param(f"{prefix}.w13_weight", len(held), 2 * width, self.hidden)
         w2 = b.param(f"{prefix}.w2_weight", len(held), self.hidden, width)
-        for local, expert in enumerate(held):
-            source_expert, matrices = self._expert(source, expert), self.names.matrices
-            gated_pieces(b, (w13, w2), source_expert, columns.start, width, stack=(local,), matrices=matrices)
+        self._engine_experts(b, (w13, w2), source, held, columns)
         if self.shared:
             name, width = f"{source}.{self.shared.name}", self.shared.width // cut.tensor
             gate_up = b.param(f"{name}.gate_up_proj.weight", 2 * width, self.hidden)
@@ -281,6 +293,14 @@ class Experts(Block):
             gated_pieces(b, (gate_up, down), name, worker % cut.tensor * width, width)
             if self.shared.gate:
                 b.whole(f"{source}.{self.shared.gate}", f"{source}.{self.shared.gate}")
+
+    def _engine_experts(
+        self, b: ShardBuilder, params: tuple[str, str], source: str, held: range, columns: range
+    ) -> None:
+        """Adds the pieces of an engine worker's experts `held`, with these columns, to w13 and w2 (`params`)."""
+        for local, expert in enumerate(held):
+            name, matrices = self._expert(source, expert), self.names.matrices
+            gated_pieces(b, params, name, columns.start, len(columns), stack=(local,), matrices=matrices)
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         if cut.expert_parallel:

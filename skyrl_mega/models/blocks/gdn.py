@@ -39,6 +39,8 @@ FLOAT32 = 4
 """Bytes of a float32 element."""
 CONVOLUTION = 2
 """Bytes of an element of the convolution's state in an engine, which computes in bfloat16."""
+CPU_WIDTH = 128
+"""Width of a head in vLLM on a CPU; 32 fails at the first token."""
 CHUNK = 64
 """Tokens of a chunk, whose interactions a kernel computes at once."""
 
@@ -170,6 +172,25 @@ class GatedDeltaNet(Block):
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         return (("key heads of the gated delta net", self.sizes.key_heads),)
+
+    def check_cpu_engine(self, prefix: str, dtype: str) -> None:
+        for key, value in (
+            ("linear_key_head_dim", self.sizes.key_width),
+            ("linear_value_head_dim", self.sizes.value_width),
+        ):
+            if value != CPU_WIDTH:
+                raise UserError(
+                    "vLLM has no gated delta net of this width on a CPU; allowed is "
+                    f"{CPU_WIDTH}, or cluster.device=cuda",
+                    key=f"{prefix}{key}",
+                    value=value,
+                )
+        if dtype != "bfloat16":
+            raise UserError(
+                "vLLM computes gated delta nets on a CPU in bfloat16 only; give bfloat16, or cluster.device=cuda",
+                key="model.dtype",
+                value=dtype,
+            )
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Adds an engine worker's parameters to `b`. The rows of in_proj_qkvz and in_proj_ba are grouped by key head as

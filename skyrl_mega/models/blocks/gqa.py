@@ -230,7 +230,7 @@ class GroupedQueryAttention(Block):
                 f"{cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads; choose one", key=key
             )
 
-    def check_cpu_engine(self, prefix: str) -> None:
+    def check_cpu_engine(self, prefix: str, dtype: str) -> None:
         if self.head_dim not in CPU_HEADS:
             raise UserError(
                 "vLLM has no attention of this width on a CPU; allowed are "

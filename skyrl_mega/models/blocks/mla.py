@@ -197,7 +197,7 @@ class LatentAttention(Block):
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         return (("attention heads", self.heads),)
 
-    def check_cpu_engine(self, prefix: str) -> None:
+    def check_cpu_engine(self, prefix: str, dtype: str) -> None:
         for key, value, allowed in zip(
             ("kv_lora_rank", "qk_rope_head_dim"), (self.latent, self.rotary), CPU_WIDTHS, strict=True
         ):

@@ -61,7 +61,8 @@ def gated_attention(hf: Hf) -> GroupedQueryAttention:
     Raises:
         UserError: A key is missing, or a value is not supported.
     """
-    integer(hf, "num_key_value_heads")  # null is refused by the transformers class
+    for key in ("num_key_value_heads", "head_dim"):
+        integer(hf, key)  # null is refused by the transformers class
     return GroupedQueryAttention.read(hf, qk_norm="head", qkv_bias=False, part=ROTATED, output_gate=True)
 
 

@@ -1,0 +1,76 @@
+"""States of recurrent layers and sliding windows in an engine: memory, concurrency and decoding of published models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.published import known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.fit import parallel_of
+from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.planner.times import decoding, mean_concurrency
+
+STATES: Mapping[str, tuple[int, int, int]] = {
+    "Qwen3-Next-80B-A3B-Instruct": (36, 12, 32),
+}
+"""Model → layers with states, layers with full attention, value heads of a state; 16 key heads, all 128 wide."""
+
+
+def settings(*overrides: str) -> Config:
+    common = ("cluster.device=cuda", "model.dtype=bfloat16", "rollout.tensor=2", "rollout.memory_fraction=0.9")
+    return compose(None, [*common, *overrides])
+
+
+def model(name: str) -> Decoder:
+    hf: dict[str, Any] = known(name)
+    return architecture(hf).describe(hf)
+
+
+def state_of(name: str, tensor: int) -> int:
+    """Returns the bytes of a sequence's states: a matrix per value head in float32, and three tokens of the convolution
+    over queries, keys and values in bfloat16."""
+    layers, _, heads = STATES[name]
+    return layers * (heads * 128 * 128 * 4 + 3 * (2 * 16 + heads) * 128 * 2) // tensor
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_sequence_takes_two_states_with_cached_prefixes_and_one_without(name: str) -> None:
+    decoder = model(name)
+    memory = engine_memory(settings(), decoder)
+    assert memory.per_sequence == 2 * state_of(name, 2)
+    assert memory.per_token == STATES[name][1] * 2 * 256 * 2, "a key and a value of one of two heads, in two bytes"
+    for without in ("rollout.options.enable_prefix_caching=false", "cluster.device=cpu"):
+        assert engine_memory(settings(without), decoder).per_sequence == state_of(name, 2)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_decoding_step_reads_and_writes_every_state(name: str) -> None:
+    decoder, config = model(name), settings()
+    assert reads(config, decoder).per_sequence == 2 * state_of(name, 2)
+    decode = decoding(config, decoder, mean=1000)
+    bandwidth = config.cluster.rates.memory_gb_s * 1e9 * config.cluster.rates.memory_share
+    experts = reads(config, decoder).weights(200) - reads(config, decoder).weights(100)
+    of_cache = 100 * (2 * state_of(name, 2) + 1000 * STATES[name][1] * 1024)
+    assert decode(200) - decode(100) == pytest.approx((experts + of_cache) / bandwidth, rel=1e-6)
+
+
+def test_states_bound_the_number_of_short_sequences() -> None:
+    """Compares with the number that fits by bytes; by tokens alone three times as many would fit."""
+    name = "Qwen3-Next-80B-A3B-Instruct"
+    config = settings("rollout.tensor=4", "rollout.concurrency=4096", "rollout.engines=1", "data.prompts_per_step=4096")
+    decoder = model(name)
+    memory = engine_memory(config, decoder)
+    sizes = batch(config, parallel_of(config)[0])
+    running = mean_concurrency(config, memory, sizes)
+    per_sequence = 2 * state_of(name, 4) + sizes.mean * 12 * 1024
+    assert running == int(memory.kv / per_sequence) < memory.kv / (sizes.mean * 12 * 1024) / 3
+    longest = memory.tokens // memory.longest
+    assert longest == memory.kv // (2 * state_of(name, 4) + memory.longest * 12 * 1024)
