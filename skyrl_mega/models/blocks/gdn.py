@@ -224,21 +224,23 @@ class GatedDeltaNet(Block):
 
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept for the backward pass: the norm's input and output, the projection, the convolution's
-        output, queries and keys repeated for each value head, values, β and decay, the result and the gated result.
+        input and output, β and decay, a matrix over the tokens of a chunk, and for the gated norm three copies of the
+        values in float32 and three in the model's type.
 
-        A local layer computes in float32, and also keeps keys and values times β, the solutions of a chunk's equations,
-        three matrices over the tokens of a chunk, and the state at the start of every chunk.
+        A local layer computes the rule in float32. It keeps queries and keys before their norm, seven copies of them
+        for each value head, six of the values, five matrices over the tokens of a chunk, and the state of every chunk.
         """
         part, tokens, b = self.sizes.part(work.parallel.tensor), work.tokens, work.itemsize
         norm = 2 * tokens / work.parallel.tensor * self.hidden * b
         keys = part.value_heads * part.key_width
-        projected = 2 * part.convolved + part.values + 2 * part.value_heads
+        projected = part.convolved + part.values + 2 * part.value_heads
         chunk = part.value_heads * CHUNK
-        rule: float = b * (2 * keys + part.values + chunk) + 2 * FLOAT32 * part.value_heads
+        rule: float = b * chunk + 2 * FLOAT32 * part.value_heads
         if work.spec == "local":
             states = part.value_heads * part.key_width * part.value_width / CHUNK
-            rule = FLOAT32 * (8 * keys + 5 * part.values + 4 * chunk + 2 * states)
-        return norm + tokens * (b * (projected + 3 * part.values) + rule)
+            rule = FLOAT32 * (2 * part.keys + 7 * keys + 6 * part.values + 5 * chunk + states)
+        gated = 3 * (FLOAT32 + b) * part.values
+        return norm + tokens * (b * (projected + 2 * part.convolved) + gated + rule)
 
     def messages(self, parallel: ParallelDims) -> Messages:
         return Messages(tensor=self.hidden)

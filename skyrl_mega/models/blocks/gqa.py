@@ -300,11 +300,11 @@ class GroupedQueryAttention(Block):
             before_norm = q + v if work.spec == "te" else q
         elif self.qk_norm == "all_heads":  # in float32 before the norm, and the norm's output before the weight
             before_norm = (q + v) * (4 / b + 1)
-        normed = before_norm + (v if work.spec == "te" else q + 2 * v)
+        normed = before_norm + (v if work.spec == "te" else self._query_parts * q + 2 * v)
         rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
         results = 2 * q if work.parallel.by_heads else q
         if self.output_gate:
-            results += 2 * q  # the gate, and the gated result
+            results += q * (1 + 4 / b)  # the gated result, and the gate's sigmoid in float32
         attention = tokens * b * (normed + (q + v) + results + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
 
