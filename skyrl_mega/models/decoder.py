@@ -133,6 +133,13 @@ class Decoder:
         return frozenset(map(self.on_disk, names))
 
     @cached_property
+    def frozen_tensors(self) -> frozenset[str]:
+        """Hugging Face names of the tensors among `float32_tensors` that are never trained."""
+        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
+        names = (name for index, block in layers for name in block.frozen_tensors(f"model.layers.{index}"))
+        return frozenset(map(self.on_disk, names))
+
+    @cached_property
     def engine_float32(self) -> frozenset[str]:
         """Names of the parameters that vLLM keeps in float32 in a model of any dtype."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))

@@ -289,6 +289,6 @@ def _model_bytes(config: Config, decoder: Decoder) -> int:
     if config.policy.moe.freeze_router and decoder.experts:
         frozen = len(decoder.moe_layers) * decoder.experts.count * decoder.hidden
     tensors = huggingface.tensors(decoder)
-    fixed = sum(prod(tensors[name]) for name in decoder.float32_tensors)
+    fixed = sum(prod(tensors[name]) for name in decoder.frozen_tensors)
     trained = elements(decoder) - frozen - fixed
     return trained * (MASTER + moments(config)) + frozen * itemsize(config) + fixed * FLOAT32

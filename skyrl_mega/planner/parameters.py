@@ -110,7 +110,7 @@ def _layer(decoder: Decoder, kind: Layer, tensor: int, expert: int, expert_tenso
     sizes = {name: prod(shape) for name, shape in shard.params.items() if ".layers.0." in name}
     # Tensor parallelism does not cut norms and routers: every tensor rank holds all of them.
     uncut = dist_checkpoint.whole_params(one_layer, shard) if tensor > 1 else set()
-    fixed = {piece.param for piece in shard.pieces if piece.tensor in one_layer.float32_tensors}
+    fixed = {piece.param for piece in shard.pieces if piece.tensor in one_layer.frozen_tensors}
     return Parameters(
         np.array(list(sizes.values()), np.int64),
         np.array([EXPERTS in name for name in sizes], bool),

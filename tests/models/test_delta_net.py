@@ -17,6 +17,7 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.parameters import stage
 
 SIZES = DeltaNetSizes(key_heads=4, value_heads=8, key_width=3, value_width=5, window=4)
 KEYS = {
@@ -123,6 +124,14 @@ def test_vllm_keeps_states_in_float32() -> None:
     block = FILES["fused"]
     assert block.engine_arguments("cuda") == {"mamba_ssm_cache_dtype": "float32"}
     assert block.engine_arguments("cpu") == {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
+
+
+def test_a_plan_trains_decay_rates() -> None:
+    """Decay rates are in float32 like correction biases, but have gradients and optimizer state."""
+    decoder = describe(HF)
+    assert len(decoder.float32_tensors) == 3 and not decoder.frozen_tensors
+    (parameters,) = stage(decoder, ParallelDims(), 0)
+    assert not parameters.untrained(freeze_router=False).any()
 
 
 def test_local_layers_keep_more_for_the_backward_pass() -> None:

@@ -201,6 +201,10 @@ class Block(Protocol):
         in engines."""
         return ()
 
+    def frozen_tensors(self, source: str) -> Sequence[str]:
+        """Returns the names of the tensors among `float32_tensors` that are never trained."""
+        return self.float32_tensors(source)
+
     # --- Megatron ---
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:

@@ -100,6 +100,9 @@ class GatedDeltaNet(Block):
     def float32_tensors(self, source: str) -> Sequence[str]:
         return (f"{source}.linear_attn.A_log",)
 
+    def frozen_tensors(self, source: str) -> Sequence[str]:
+        return ()
+
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         return MegatronSettings()
 
