@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -103,18 +104,17 @@ def bare_attention(group: Any, by_heads: bool, window: int | None) -> packed_att
 
 
 def explicit(row: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, bounds: list[int], window: int | None) -> Tensor:
-    """Returns the attention [T, H · D] within each sequence of a whole row, token by token."""
+    """Returns the attention [T, H · D] within each sequence of a whole row, by every score of a sequence."""
     out = []
     for start, end in pairwise(bounds):
-        for at in range(start, end):
-            first = start if window is None else max(start, at - window + 1)
-            keys, values = (t[first : at + 1].repeat_interleave(HEADS // GROUPS, 1) for t in row[1:])
-            scores = torch.einsum("hd,shd->hs", row[0][at], keys) / WIDTH**0.5
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[:, None]], 1)
-            shares = scores.softmax(-1)[:, : len(keys)]
-            out.append(torch.einsum("hs,shd->hd", shares, values).flatten())
-    return torch.stack(out) if out else row[0].new_zeros(0, HEADS * WIDTH)
+        q, k, v = (t[start:end].repeat_interleave(HEADS // t.shape[1], 1) for t in row)
+        shown = [[at - (window or end) < key <= at for key in range(end - start)] for at in range(end - start)]
+        scores = torch.einsum("thd,shd->hts", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(~torch.tensor(shown), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], 2)
+        out.append(torch.einsum("hts,shd->thd", scores.softmax(-1)[..., : end - start], v).flatten(1))
+    return torch.cat(out)
 
 
 def scores_of(q: Tensor, k: Tensor, rows: KernelRows) -> Tensor:
@@ -161,3 +161,17 @@ def test_sinks_and_windows_are_those_of_whole_sequences_under_every_context() ->
     counts = run_ranks(4, every_case)
     cases = len(packings(1)) * len(WINDOWS) * 2
     assert counts == [cases * n for n in (2 + 4 + 4, 4 + 4, 4, 4)]
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (127, 0)])
+def test_torchs_kernels_take_these_arguments(window: tuple[int, int]) -> None:
+    """Calls both passes on tensors without memory."""
+    q, k, v, sinks = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for shape in ((40, HEADS, 64), (70, GROUPS, 64), (70, GROUPS, 64), (HEADS,))
+    )
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    out = sink_kernel.SinkKernel.apply(q, k, v, sinks, KernelRows(bounds, bounds, 30, 50, 0.125, window))
+    gradients = torch.autograd.grad(out.sum(), (q, k, v, sinks))
+    for result, like in zip((out, *gradients), (q, q, k, v, sinks), strict=True):
+        assert (result.shape, result.dtype) == (like.shape, like.dtype)

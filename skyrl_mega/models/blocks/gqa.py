@@ -303,6 +303,8 @@ class GroupedQueryAttention(Block):
         normed = before_norm + (v if work.spec == "te" else self._query_parts * q + 2 * v)
         rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
         results = 2 * q if work.parallel.by_heads else q
+        if work.parallel.context > 1 and not work.parallel.by_heads and (self.sinks or self.window):
+            results += 2 * v * work.parallel.context  # `PackedAttention` keeps keys and values of the whole row
         if self.output_gate:
             results += q * (1 + 4 / b)  # the gated result, and the gate's sigmoid in float32
         attention = tokens * b * (normed + (q + v) + results + rotation)
