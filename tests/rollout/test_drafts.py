@@ -12,6 +12,7 @@ import torch
 from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.base import Drafts
 from skyrl_mega.engines.vllm.cpu_drafts import expand
+from skyrl_mega.engines.vllm.draft_weights import PREFIX, read_draft_weights
 from skyrl_mega.engines.vllm.drafts import HOLD, PROBE, SUPPRESSED, Suppressor, Trial, Trials
 from skyrl_mega.engines.vllm.routes import TokenRoutes, _Request
 from skyrl_mega.trainer.measurements import Measurements
@@ -146,3 +147,27 @@ def test_a_change_is_said_once() -> None:
         "Step 2: 80% of the engines' steps were without draft tokens, which cost more time than they save "
         "(rollout.drafts.adaptive)"
     )
+
+
+# ---- weights of a draft model ----------------------------------------------------------------------------------------
+
+
+def test_only_a_draft_model_is_read_from_files_in_an_engine_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    loaders: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseModelLoader, "load_model", lambda self, *_: loaders.append(type(self).__name__))
+        patch.setattr(DummyModelLoader, "load_model", BaseModelLoader.load_model)
+        read_draft_weights()
+        read_draft_weights()
+        random, files = LoadConfig(load_format="dummy"), LoadConfig(load_format="auto")
+        for draft_load_config in (files, None):
+            settings = SimpleNamespace(
+                load_config=random, speculative_config=SimpleNamespace(draft_load_config=draft_load_config)
+            )
+            for prefix in ("", PREFIX):
+                DummyModelLoader(random).load_model(settings, None, prefix)
+    assert loaders == ["DummyModelLoader", "DefaultModelLoader", "DummyModelLoader", "DummyModelLoader"]

@@ -76,3 +76,16 @@ def test_drafts_follow_the_policys_embedding_and_head_through_syncs_and_a_sleep(
             else:
                 place.sync.sync(version)
             assert check(place, path, f"version {version}") > 0.02
+
+
+def test_a_draft_model_keeps_the_weights_of_its_files_through_syncs_and_a_sleep(ray: None, tmp_path: Path) -> None:
+    """Gives the engine drafts of a copy of the policy: an engine that starts with random weights for the policy must
+    read those of the draft model, or nothing is accepted."""
+    path = build_model(tmp_path / "version 2", "qwen3_moe", 2, **SIZES)
+    drafts = DraftsConfig(method="model", path=str(path), max_tokens=3)
+    with place_of(tmp_path, "qwen3_moe", drafts=drafts, **SIZES) as place:
+        place.policy.call_all("load", path, timeout=120)
+        place.sync.sync(2)
+        assert check(place, path, "synced") > 0.9
+        place.rest_and_return(3)
+        assert check(place, path, "slept") > 0.9
