@@ -130,7 +130,7 @@ def random_inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 def test_chunks_are_the_rule_token_by_token() -> None:
     """Compares with the kernels' stand-ins, which keep a state from token to token."""
-    lengths = [5, 64, 1, 200, 65]
+    lengths = [5, 64, 0, 1, 200, 65]
     row, inputs = row_of(lengths), random_inputs(sum(lengths), torch.float32)
     actual = by_chunks(inputs, row)
     expected = by_kernels(inputs, row)
