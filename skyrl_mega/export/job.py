@@ -24,6 +24,7 @@ from skyrl_mega.hf_checkpoint.copied import Copied
 from skyrl_mega.hf_checkpoint.index import TensorEntry
 from skyrl_mega.hf_checkpoint.load import file_names, split
 from skyrl_mega.hf_checkpoint.tensor_reader import TORCH_DTYPES
+from skyrl_mega.models.disk_form import DiskForm, disk_shapes
 from skyrl_mega.models.quantization import BLOCK, SCALE_SUFFIX
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box
@@ -117,6 +118,8 @@ class ExportJob:
     """Tensors that the optimizer does not train; exported from the model's weights."""
     float32: frozenset[str] = frozenset()
     """Tensors in float32 in files of any type (`Decoder.float32_tensors`)."""
+    forms: Mapping[str, DiskForm] = field(default_factory=dict)
+    """Tensors with another order of axes in the files; the first axis, of rows, is the same."""
     fp8: Fp8Source = Fp8Source()
     copied: Mapping[str, Copied] = field(default_factory=dict)
     """File → tensors that are copied from the model directory."""
@@ -143,7 +146,7 @@ class ExportJob:
     @cached_property
     def outputs(self) -> dict[str, Output]:
         """Name → shape and dtype of the model's tensors, and of scales, in the output files."""
-        return _outputs(self.shapes, Wire(self.dtype, float32=self.float32), self.fp8)
+        return _outputs(disk_shapes(self.shapes, self.forms), Wire(self.dtype, float32=self.float32), self.fp8)
 
 
 def plan_job(
@@ -172,8 +175,8 @@ def plan_job(
     Raises:
         UserError: The checkpoint is of another model, incomplete, or without master weights.
     """
-    arch = architecture(hf)
-    shapes, float32 = arch.tensors(hf), arch.describe(hf).float32_tensors
+    decoder, shapes = architecture(hf).describe(hf), architecture(hf).tensors(hf)
+    float32, forms = decoder.float32_tensors, decoder.disk_forms
     _check_shapes(shapes, header)
     entries = sorted((e for e in stored if e.kind in (MASTER, WEIGHT)), key=lambda e: (e.file, e.offset))
     trained = {entry.tensor for entry in entries if entry.kind == MASTER}
@@ -184,7 +187,7 @@ def plan_job(
     dtype, fp8 = (model, fp8) if fp8 else (dtype or intermediate, Fp8Source())
     entries_of = _entries_of(entries)
     _check_covered(shapes, entries, entries_of)
-    files = _files(_outputs(shapes, Wire(dtype, float32=float32), fp8), file_bytes, len(copied))
+    files = _files(_outputs(disk_shapes(shapes, forms), Wire(dtype, float32=float32), fp8), file_bytes, len(copied))
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
     # All files advance together: a file system allows a single writer per file at a time.
     by_file = [[SlabBatch(i, slabs) for slabs in _batches(file, shapes, widest, fp8)] for i, file in enumerate(files)]
@@ -203,6 +206,7 @@ def plan_job(
         buffer_bytes=largest,
         without_master=frozen,
         float32=float32,
+        forms=forms,
         fp8=fp8,
         copied=dict(zip(file_names(len(files) + len(copied))[len(files) :], copied, strict=True)),
     )

@@ -87,6 +87,8 @@ class ExportWorker:
                 scale_bytes += scales.nbytes
             else:
                 read = list(self._read_rows(slab, rows))
+                if form := self.job.forms.get(slab.tensor):
+                    rows.view(form.shape(shape)).copy_(form.to_disk(rows))
             pieces += read
             at += size
         self._put(batch.slabs[0].tensor, batch.slabs[0].first, self._out.numpy().data[:at])
@@ -208,10 +210,14 @@ class ExportWorker:
 
     def _exported_rows(self, tensor: str, box: Box) -> Tensor:
         """Returns a box of a written tensor, read by safetensors."""
+        form, (rows, *inner) = self.job.forms.get(tensor), box.slices()
         # Reopened for every box, else more and more of the file is mapped.
         with safe_open(str(self.folder / self._places[tensor][0]), framework="pt") as opened:
-            exported: Tensor = opened.get_slice(tensor)[box.slices()]
-        return exported
+            if form is None:
+                exported: Tensor = opened.get_slice(tensor)[box.slices()]
+                return exported
+            whole: Tensor = opened.get_slice(tensor)[rows]
+        return form.from_disk(whole, (len(whole), *self.job.shapes[tensor][1:]))[(slice(None), *inner)].contiguous()
 
 
 @lru_cache(maxsize=256)

@@ -15,9 +15,19 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed, check_folder, open_regular, parse_json, read_json
+from skyrl_mega.models.disk_form import disk_shapes
 from skyrl_mega.models.huggingface import is_computed, is_in_layers
 from skyrl_mega.models.huggingface import tensors as model_tensors
-from skyrl_mega.models.quantization import BLOCK, SCALE_SUFFIX, BlockFp8, block_fp8
+from skyrl_mega.models.quantization import (
+    BLOCK,
+    MXFP4_BLOCK,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SCALE_SUFFIX,
+    BlockFp8,
+    block_fp8,
+    mxfp4,
+)
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +38,8 @@ ALL_DTYPES = {**DTYPES, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 
 """Types of known size, including types of unused tensors → bytes."""
 FP8_DTYPE = "F8_E4M3"
 """Type of the matrices of a block-FP8 checkpoint."""
+MXFP4_DTYPE = "U8"
+"""Type of the blocks and scales of an MXFP4 checkpoint."""
 FETCH = "fetch it again; model.path must be a Hugging Face directory"
 LONGEST_HEADER = 100_000_000
 """Maximum length of a header in bytes, from the format's own definition."""
@@ -46,7 +58,7 @@ class TensorEntry:
     nbytes: int
     """Bytes of the data."""
     scales: TensorEntry | None = None
-    """Scales of a matrix in block FP8, [blocks of rows, blocks of columns]."""
+    """Scales of a matrix in block FP8, [blocks of rows, blocks of columns], or of blocks in MXFP4."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -81,9 +93,47 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Te
             file and tensor, and the expected and the actual value, in one line.
     """
     hf = read_config(path) if hf is None else hf
-    entries = check_tensors(path, architecture(hf).tensors(hf), block_fp8(hf))
+    entries = check_model_tensors(path, hf, architecture(hf).tensors(hf))
     unread_tensors(path, hf)
     return entries
+
+
+def check_model_tensors(
+    path: Path, hf: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorEntry]:
+    """Checks tensors of the model of config.json as `check_tensors` does, in the form and quantisation of the files.
+
+    Args:
+        path: The directory.
+        hf: The content of config.json.
+        tensors: Name → shape of the global tensor, of the tensors to check.
+
+    Returns:
+        Name → entry of each tensor. The entry of a tensor in MXFP4 is that of the blocks, and contains the entry of the
+        scales.
+
+    Raises:
+        UserError: As in `check_tensors`.
+    """
+    forms = architecture(hf).describe(hf).disk_forms
+    packed = {name for name in tensors if name in forms and forms[name].packed and mxfp4(hf)}
+    plain = {name: shape for name, shape in tensors.items() if name not in packed}
+    entries = check_tensors(path, disk_shapes(plain, forms), block_fp8(hf))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in packed:
+        experts, *rows, width = tensors[name]
+        scales = (experts, prod(rows), width // MXFP4_BLOCK)
+        shapes |= {name + MXFP4_SCALES: scales, name + MXFP4_BLOCKS: (*scales, MXFP4_BLOCK // 2)}
+    stored = _entries(path, shapes)
+    for name, entry in stored.items():
+        _check_shape(name, entry, shapes[name])
+        if entry.dtype != MXFP4_DTYPE:
+            raise UserError(
+                f"tensor {name} has type {entry.dtype}; MXFP4 has {MXFP4_DTYPE}",
+                key=entry.file,
+                fix="fetch config.json and the weights of one model",
+            )
+    return entries | {n: replace(stored[n + MXFP4_BLOCKS], scales=stored[n + MXFP4_SCALES]) for n in packed}
 
 
 def check_tensors(
@@ -108,13 +158,7 @@ def check_tensors(
     entries = _entries(path, tensors)
     fp8 = {name for name, entry in entries.items() if quantisation and entry.dtype == FP8_DTYPE}
     for name, entry in entries.items():
-        if entry.shape != tensors[name]:
-            raise UserError(
-                f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(tensors[name])}"
-                "; the two are of different models",
-                key=entry.file,
-                fix="fetch config.json and the weights of one model",
-            )
+        _check_shape(name, entry, tensors[name])
         if entry.dtype not in DTYPES and name not in fp8:
             missing = "; config.json has no quantization_config" if entry.dtype == FP8_DTYPE else ""
             raise UserError(
@@ -133,6 +177,16 @@ def check_tensors(
             )
         entries[matrix] = replace(entries[matrix], scales=entry)
     return entries
+
+
+def _check_shape(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise UserError(
+            f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}"
+            "; the two are of different models",
+            key=entry.file,
+            fix="fetch config.json and the weights of one model",
+        )
 
 
 def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -155,6 +209,8 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
     read = model_tensors(decoder)
     if block_fp8(hf):
         read |= {name + SCALE_SUFFIX: () for name in read}
+    if mxfp4(hf):
+        read |= {name + suffix: () for name in decoder.disk_forms for suffix in (MXFP4_BLOCKS, MXFP4_SCALES)}
     unread = [name for name in names_in(path) if name not in read and not is_computed(decoder, name)]
     for name in sorted(unread):
         if is_in_layers(decoder, name):

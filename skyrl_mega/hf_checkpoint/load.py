@@ -20,9 +20,10 @@ from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.companion_files import write_companion_files
 from skyrl_mega.hf_checkpoint.copied import Copied, copies, write_copy
-from skyrl_mega.hf_checkpoint.index import SINGLE, check_tensors, names_in, read_config
+from skyrl_mega.hf_checkpoint.index import SINGLE, check_model_tensors, names_in, read_config
+from skyrl_mega.hf_checkpoint.row_reader import read_rows
 from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
-from skyrl_mega.models.quantization import block_fp8
+from skyrl_mega.models.disk_form import DiskForm
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 from skyrl_mega.weights.exchange.exchange import Exchange, Staging, local_view
@@ -46,7 +47,8 @@ def load(
 ) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
-    Reads only the shard's boxes; matrices in block FP8 are dequantised (`tensor_reader`). Padding stays unchanged.
+    Reads only the shard's boxes (`tensor_reader`), and whole experts of tensors with another order of axes on disk
+    (`row_reader`). Block FP8 and MXFP4 are dequantised. Padding stays unchanged.
 
     Args:
         path: The directory.
@@ -75,13 +77,17 @@ def load(
                 key=path / "config.json",
                 fix="give a directory with the same model as model.path",
             )
-    entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted}, block_fp8(hf))
-    reader = TensorReader()
+    entries = check_model_tensors(path, hf, {tensor: shapes[tensor] for tensor in wanted})
+    reader, forms = TensorReader(), architecture(hf).describe(hf).disk_forms
     with torch.no_grad():
         for param, by_tensor in _by_param(wanted).items():
-            local = params[param]
+            local = shard.shaped(param, params[param])
             for name, pieces in by_tensor.items():
-                reader.read(name, entries[name], [(p.box, local_view(local, p.offset, p.box)) for p in pieces])
+                parts = [(p.box, local_view(local, p.offset, p.box)) for p in pieces]
+                if name in forms:
+                    read_rows(reader, name, entries[name], forms[name], shapes[name], parts)
+                else:
+                    reader.read(name, entries[name], parts)
             written(param)
 
 
@@ -137,14 +143,14 @@ def save(
                 error = caught
         _raise_together(error)
         dist.broadcast_object_list(staged, src=0, device=_device())
-        partial, wire = Path(staged[0]), _types(source, params)
+        partial, (wire, forms) = Path(staged[0]), _types(source, params)
         sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
         files = list(split(sizes, file_bytes))
         names = file_names(len(files) + staged[1])
         gathered = _gathered(
             layout, params, wire, files, writers, bucket_bytes=min(file_bytes, BUCKET_BYTES), timeout_s=timeout_s
         )
-        _write_files(partial, names, gathered)
+        _write_files(partial, names, gathered, forms)
         if rank == 0:
             try:
                 for name, tensors in zip(names[len(files) :], copied, strict=True):
@@ -156,10 +162,12 @@ def save(
         _raise_together(error)
 
 
-def _types(source: Path, params: Mapping[str, Tensor]) -> Wire:
-    """Returns the types of the exported tensors: the parameters' dtype, float32 where the architecture says so."""
+def _types(source: Path, params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[str, DiskForm]]:
+    """Returns the types of the exported tensors (the parameters' dtype, float32 where the architecture says so), and
+    the tensors with another order of axes on disk."""
     hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    return Wire(next(iter(params.values())).dtype, float32=architecture(hf).describe(hf).float32_tensors)
+    decoder = architecture(hf).describe(hf)
+    return Wire(next(iter(params.values())).dtype, float32=decoder.float32_tensors), decoder.disk_forms
 
 
 def exported(folder: Path, names: set[str]) -> bool:
@@ -176,12 +184,19 @@ def exported(folder: Path, names: set[str]) -> bool:
         return False
 
 
-def _write_files(partial: Path, names: Sequence[str], gathered: Iterator[tuple[int | None, dict[str, Tensor]]]) -> None:
+def _write_files(
+    partial: Path,
+    names: Sequence[str],
+    gathered: Iterator[tuple[int | None, dict[str, Tensor]]],
+    forms: Mapping[str, DiskForm],
+) -> None:
     """Writes every safetensors file of the directory. A collective."""
     for own_file, tensors in gathered:
         error: OSError | None = None
         if own_file is not None:
             try:
+                for name in tensors.keys() & forms.keys():
+                    tensors[name] = forms[name].to_disk(tensors[name])
                 _write(tensors, partial / names[own_file])
             except OSError as caught:
                 error = caught

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.hf_checkpoint.box_files import CHUNK_BYTES, BoxEntry, bytes_of, read_into
-from skyrl_mega.hf_checkpoint.index import FP8_DTYPE, TensorEntry
+from skyrl_mega.hf_checkpoint.index import FP8_DTYPE, MXFP4_DTYPE, TensorEntry
 from skyrl_mega.kernels import block_fp8
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.weights.fp8.format import scale_box
@@ -22,6 +22,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     FP8_DTYPE: torch.float8_e4m3fn,
+    MXFP4_DTYPE: torch.uint8,
 }
 """Types of safetensors that are read."""
 
@@ -61,6 +62,13 @@ class TensorReader:
                         values = block_fp8.dequantise(values, at, row, column, dtype=into.dtype)
                     first = strip.start[0] - box.start[0]
                     into[first : first + strip.shape[0]].copy_(values)
+
+    def rows(self, name: str, entry: TensorEntry, first: int, rows: int) -> Tensor:
+        """Returns rows (entries of the first axis) as stored, in a view of the reader's buffer that the next call
+        overwrites; raises as `read`."""
+        box = Box((first, *(0,) * (len(entry.shape) - 1)), (rows, *entry.shape[1:]))
+        with _opened(name, entry) as (descriptor, stored):
+            return self._numbers(descriptor, stored, box)
 
     def fp8(self, name: str, entry: TensorEntry, first: int, rows: int) -> tuple[Tensor, Tensor]:
         """Returns rows of a matrix in block FP8 and the scales of these rows' blocks, both as stored in the files.

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from skyrl_mega.megatron.biased_experts import use_biased_experts
 from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.packed_attention import PackedAttention
 from skyrl_mega.models.blocks.base import LayerModules
@@ -57,6 +58,8 @@ def decoder_spec(
         attention = sub.self_attention.submodules
         if spec == "local":
             sub.input_layernorm = sub.pre_mlp_layernorm = RMSNorm
+            if config.add_bias_linear and config.num_moe_experts:
+                use_biased_experts(sub.mlp)
             attention.core_attention = PackedAttention
             if isinstance(attention, MLASelfAttentionSubmodules):
                 _use_local_modules(attention)

@@ -28,6 +28,7 @@ from skyrl_mega.megatron.config_classes import config_class
 from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.precision import transformer_settings
+from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
@@ -272,18 +273,22 @@ DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
-    """Marks every expert weight as held by no other rank of the tensor group, for the gradient norm. Changes the chunk
-    in place; does nothing without experts.
+    """Marks every expert weight and bias as held by no other rank of the tensor group, for the gradient norm and for
+    sums of gradients. Changes the chunk in place; does nothing without experts.
 
     megatron-core 0.16 counts the gradient of an unmarked parameter only on the first rank of the *dense* tensor group.
     Transformer Engine's grouped linear layer sets no mark if megatron-core does the expert communication. So with
     tensor parallelism the norm would leave out most experts, and clipping would start too late (Megatron-LM #5916). No
     two ranks of an expert (tensor) group hold the same part of an expert; replicas in the expert data-parallel group
     split the gradient in the distributed optimizer.
+
+    Under sequence parallelism megatron-core marks the bias of an expert's second projection like the bias of a dense
+    layer, and sums the gradient over the tensor group, whose ranks hold other experts.
     """
     for name, parameter in chunk.named_parameters():
-        if ".mlp.experts." in name:
+        if MEGATRON_EXPERTS in name:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 def mark_down_projections(chunk: torch.nn.Module) -> None:

@@ -115,7 +115,7 @@ class ModelWorker:
             self.replay = RouterReplay(chunks, shape, parallel.tensor)
         if policy.moe.freeze_router:
             for name, p in self.params.items():
-                if name.endswith("mlp.router.weight"):
+                if name.endswith(("mlp.router.weight", "mlp.router.bias")):
                     p.requires_grad_(False)
         self.chunks = list(wrap_ddp(chunks, overlaps(policy, device.type), policy.ddp_options))
         self.reset_optimizer(policy.optimizer)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from skyrl_mega.models.blocks.base import Block
-from skyrl_mega.models.blocks.embedding import Embedding, Head
+from skyrl_mega.models.blocks.embedding import EMBEDDING, Embedding, Head
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.value_head import ValueHeadBlock
 from skyrl_mega.models.config_json import Hf, integer, number
-from skyrl_mega.models.quantization import block_fp8
+from skyrl_mega.models.disk_form import DiskForm
+from skyrl_mega.models.quantization import check_quantisation
 
 MODEL = "model"
 """Beginning of the names of the tensors that blocks declare."""
@@ -140,6 +141,15 @@ class Decoder:
         return frozenset(map(self.on_disk, names))
 
     @cached_property
+    def disk_forms(self) -> dict[str, DiskForm]:
+        """Hugging Face name → order of axes on disk, of the tensors with another order in `huggingface.tensors`."""
+        forms: dict[str, DiskForm] = {}
+        for index in range(self.layers):
+            for block in self.layer(index):
+                forms |= block.disk_forms(f"model.layers.{index}")
+        return forms
+
+    @cached_property
     def engine_float32(self) -> frozenset[str]:
         """Names of the parameters that vLLM keeps in float32 in a model of any dtype."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
@@ -175,7 +185,13 @@ class Decoder:
 
 
 def read_decoder(
-    hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True, zero_centered_norms: bool = False
+    hf: Hf,
+    layers: Sequence[Layer],
+    *,
+    engine_ties: bool = True,
+    zero_centered_norms: bool = False,
+    mxfp4: bool = False,
+    engine_embedding: str = EMBEDDING,
 ) -> Decoder:
     """Returns the model with these layers, reading the config.json keys common to all families.
 
@@ -184,16 +200,18 @@ def read_decoder(
         layers: The blocks of every layer, in order.
         engine_ties: True if vLLM's class of the family can tie the output projection to the embedding.
         zero_centered_norms: Value of the field.
+        mxfp4: True if the family is published in MXFP4, which is then read.
+        engine_embedding: Name of the embedding in vLLM.
 
     Raises:
         UserError: A key is missing or not supported, or the checkpoint is quantised in an unsupported way.
     """
-    block_fp8(hf)  # refuses every other quantisation
+    check_quantisation(hf, in_mxfp4=mxfp4)
     distinct = {id(layer): layer for layer in layers}  # families repeat an object: cheaper to compare than its blocks
     kinds = tuple(dict.fromkeys(distinct.values()))
     position = {key: kinds.index(layer) for key, layer in distinct.items()}
     return Decoder(
-        embedding=Embedding.read(hf),
+        embedding=Embedding.read(hf, engine_embedding),
         kinds=kinds,
         order=tuple(position[id(layer)] for layer in layers),
         head=Head.read(hf, engine_ties),

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint on disk by name and shape, the global identities of weights."""
+"""The tensors of a Hugging Face checkpoint by name and shape, the global identities of weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def tensors(decoder: Decoder) -> Tensors:
-    """Returns a new dict name → shape of every tensor in a checkpoint of the model. Linear weights are [out, in];
-    experts are separate tensors; a tied head adds no tensor. Scales of a quantised checkpoint are not included."""
+    """Returns a new dict name → shape of every tensor in a checkpoint of the model, axes on disk perhaps in another
+    order (`Decoder.disk_forms`). Linear weights are [out, in]; a tied head adds no tensor. Scales of a quantised
+    checkpoint are not included."""
     shapes = decoder.embedding.hf_tensors("model")
     for index in range(decoder.layers):
         for block in decoder.layer(index):

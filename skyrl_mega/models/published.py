@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.models.published_configs import deepseek, experts, glm, llama, qwen, qwen_delta
+from skyrl_mega.models.published_configs import deepseek, experts, glm, gpt_oss, llama, qwen, qwen_delta
 
 KNOWN: dict[str, dict[str, Any]] = {
     **qwen.MODELS,
@@ -19,6 +19,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     **glm.MODELS,
     **deepseek.MODELS,
     **experts.MODELS,
+    **gpt_oss.MODELS,
 }
 """Name on the Hugging Face hub → config.json."""
 

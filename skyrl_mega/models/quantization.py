@@ -1,4 +1,5 @@
-"""Quantised checkpoints, described by `quantization_config` in config.json: block FP8 is read, others are refused."""
+"""Quantised checkpoints, described by `quantization_config` in config.json: block FP8 is read, and MXFP4 for families
+published in MXFP4; others are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ BLOCK = 128
 """Rows and columns of a block with a common scale (`kernels.block_fp8`)."""
 SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a tensor's scales."""
+MXFP4_BLOCK = 32
+"""Numbers of MXFP4 with a common scale (`kernels.mxfp4`)."""
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of the two tensors that hold a tensor in MXFP4."""
 _SUPPORTED = f"block FP8 (quant_method fp8, weight_block_size [{BLOCK}, {BLOCK}])"
 _FIX = "give a checkpoint in BF16, or in this FP8"
 
@@ -26,7 +31,8 @@ class BlockFp8:
 
 
 def block_fp8(hf: Hf) -> BlockFp8 | None:
-    """Returns the block FP8 described by `quantization_config` of config.json, or None without quantisation.
+    """Returns the block FP8 described by `quantization_config` of config.json; None without quantisation, and for
+    MXFP4.
 
     Raises:
         UserError: The checkpoint is quantised in another way; names the method and the reason.
@@ -37,6 +43,8 @@ def block_fp8(hf: Hf) -> BlockFp8 | None:
     if not isinstance(given, Mapping):
         raise _refused("", given, "it is no object with a quant_method")
     method = given.get("quant_method")
+    if method == "mxfp4":
+        return None
     if method != "fp8":
         raise _refused(".quant_method", method, f"only {_SUPPORTED} is read, no other quantised weights")
     if given.get("weight_block_size") != [BLOCK, BLOCK]:
@@ -53,6 +61,27 @@ def block_fp8(hf: Hf) -> BlockFp8 | None:
     if scales not in (None, "float", "ue8m0"):
         raise _refused(".scale_fmt", scales, "scales are read as numbers, or as powers of two (ue8m0)")
     return BlockFp8(powers_of_two=scales == "ue8m0")
+
+
+def mxfp4(hf: Hf) -> bool:
+    """Returns True if `quantization_config` of config.json describes MXFP4."""
+    given = hf.get("quantization_config")
+    return isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
+
+
+def check_quantisation(hf: Hf, *, in_mxfp4: bool) -> None:
+    """Checks that the project reads the checkpoint's quantisation.
+
+    Args:
+        hf: Content of config.json.
+        in_mxfp4: True for a family published in MXFP4.
+
+    Raises:
+        UserError: The project does not; names the method and the reason.
+    """
+    block_fp8(hf)
+    if mxfp4(hf) and not in_mxfp4:
+        raise _refused(".quant_method", "mxfp4", f"only {_SUPPORTED} is read for this model_type")
 
 
 def _refused(part: str, value: object, reason: str) -> UserError:

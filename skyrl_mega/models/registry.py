@@ -14,6 +14,7 @@ from skyrl_mega.models.blocks.base import MegatronSettings, Spec
 from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.config_json import Hf
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.disk_form import disk_shapes
 from skyrl_mega.parallel.box import Layout, Shard
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -36,12 +37,22 @@ class Architecture:
     None for families without experts, which use the common keys."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
-        """Returns name → shape of every tensor of the checkpoint on disk, in a new dict.
+        """Returns name → shape of every tensor of the checkpoint, in a new dict; boxes refer to these shapes.
 
         Raises:
             UserError: config.json is not supported.
         """
         return huggingface.tensors(self.describe(hf))
+
+    def disk_tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
+        """Returns name → shape in safetensors files of every tensor of a checkpoint without quantisation, in a new
+        dict.
+
+        Raises:
+            UserError: config.json is not supported.
+        """
+        decoder = self.describe(hf)
+        return disk_shapes(huggingface.tensors(decoder), decoder.disk_forms)
 
     def megatron_settings(self, hf: Hf) -> MegatronSettings:
         """Returns the keyword arguments of megatron-core's TransformerConfig and GPTModel.

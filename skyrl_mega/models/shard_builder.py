@@ -25,7 +25,8 @@ class ShardBuilder:
 
     def param(self, name: str, *shape: int) -> str:
         """Declares a local parameter of shape `shape`, and returns `name` unchanged. Parameters keep the order of their
-        first declaration; a second declaration replaces the shape."""
+        first declaration; a second declaration replaces the shape. The module's tensor may have another shape with the
+        same elements in C order (`Shard.params`)."""
         self._params[name] = shape
         return name
 
@@ -50,6 +51,13 @@ class ShardBuilder:
         tensor = self._on_disk(tensor)
         rows = self._tensors[tensor][0]
         self._pieces.append(Piece(tensor, self._box((0, start), (rows, count)), param, (*stack, 0, 0)))
+
+    def place(
+        self, param: str, offset: tuple[int, ...], tensor: str, start: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
+        """Declares that the box of `tensor` with this start and shape lies at `offset` of the parameter, which has as
+        many dimensions."""
+        self._pieces.append(Piece(tensor, self._box(start, shape), param, offset))
 
     def whole(self, param: str, tensor: str) -> None:
         """Declares a new local parameter with the tensor's shape, filled by the whole tensor. Raises KeyError for an

@@ -93,7 +93,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
         return
     hf = hf_config(config)
     try:
-        tensors = architecture(hf).tensors(hf)
+        tensors = architecture(hf).disk_tensors(hf)
     except UserError as error:
         raise UserError(error, key="model.build") from error
     generator = torch.Generator().manual_seed(seed)

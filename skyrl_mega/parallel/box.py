@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 # Tuples: a plan of a large model makes hundreds of thousands, and a frozen dataclass takes three times as long.
@@ -66,7 +69,14 @@ class Shard:
     """
 
     params: dict[str, tuple[int, ...]]
+    """Name → shape. A module may hold the tensor in another shape with as many elements, in C order: interleaved rows
+    [2·F, H] are declared as [F, 2, H], so that a box is every second row (`shaped`)."""
     pieces: tuple[Piece, ...]
+
+    def shaped(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the local tensor `name` in the declared shape: `tensor` itself, or a view."""
+        shape = self.params[name]
+        return tensor if tensor.dim() == len(shape) else tensor.view(shape)
 
 
 @dataclass(frozen=True)

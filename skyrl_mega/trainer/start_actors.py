@@ -39,7 +39,7 @@ from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.megatron.actor import MegatronActor
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY, REFERENCE, ModelRole
-from skyrl_mega.models.quantization import block_fp8
+from skyrl_mega.models.quantization import block_fp8, mxfp4
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.telemetry.stages import Stages
@@ -313,7 +313,7 @@ def engine_spec(setup: Setup, weights: str = "dummy") -> EngineSpec:
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
         weights=weights,
-        dequantised=block_fp8(setup.hf) is not None and not fp8_parameters(config.rollout),
+        dequantised=mxfp4(setup.hf) or (block_fp8(setup.hf) is not None and not fp8_parameters(config.rollout)),
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",

@@ -209,6 +209,26 @@ MODELS: dict[str, TinyModel] = {
         },
         hub={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
     ),
+    "gpt_oss": TinyModel(
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
     "deepseek_v3": TinyModel(
         "DeepseekV3Config",
         LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
@@ -265,7 +285,9 @@ def _fill(model: Any, seed: int) -> None:
             tensor[0] = UNROUNDED
         elif name.endswith(DECAY):
             tensor.copy_(0.5 * noise - 2)  # the state keeps most of itself from token to token
-        elif name.endswith(".bias"):
+        elif name.endswith("gate_up_proj_bias"):
+            tensor.copy_(3 * noise)  # beyond the limits of the activation
+        elif name.endswith((".bias", "proj_bias")):
             tensor.copy_(0.2 * noise)
         elif tensor.dim() == 1:
             tensor.copy_(1 + 0.2 * noise)
@@ -324,7 +346,8 @@ class Reference:
     logprobs: np.ndarray
     """[T]: log-prob of every token given the previous tokens; 0 for first tokens."""
     gradients: dict[str, np.ndarray]
-    """Gradient of the supervised loss by Hugging Face tensor name, without correction biases."""
+    """Gradient of the supervised loss by Hugging Face tensor name, with the axes of `Architecture.tensors`, without
+    correction biases."""
     replayed: np.ndarray
     """[T]: log-probs with the routes of `routed_batch`."""
 
@@ -344,7 +367,13 @@ def reference(path: Path) -> Reference:
         parameter.grad = None
     model.save_pretrained(path / "gradients")
     saved = load_file(path / "gradients" / "model.safetensors")
-    gradients = {name: tensor.numpy() for name, tensor in saved.items() if not name.endswith(CORRECTION_BIAS)}
+    arch, hf = architecture(read_hf(path)), read_hf(path)
+    shapes, forms = arch.tensors(hf), arch.describe(hf).disk_forms
+    gradients = {
+        name: (forms[name].from_disk(tensor, shapes[name]) if name in forms else tensor).contiguous().numpy()
+        for name, tensor in saved.items()
+        if not name.endswith(CORRECTION_BIAS)
+    }
     return Reference(_joined(logprobs), gradients, replayed)
 
 

@@ -21,8 +21,16 @@ from tests.families.models import COMMON, MODELS
 
 PAGE = ROOT / "docs" / "models.md"
 START, END = "<!-- table -->", "<!-- end of the table -->"
-BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""`quantization_config` of a checkpoint in block-scaled FP8."""
+QUANTISED = {
+    "block FP8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "MXFP4": {"quant_method": "mxfp4"},
+}
+"""Quantisation of a checkpoint → `quantization_config`."""
 POLICY_LAYOUT = "TP2·EP2"
 """The policy's layout in the engine sweep."""
 COLUMNS = ("model", "load", "layouts", "engine", "sync", "export", "replay", "FP8", "residency")
@@ -63,9 +71,11 @@ def cells(name: str, hf: Hf) -> tuple[str, ...]:
     """Returns the cells of a model's row, without its name."""
     arch = architecture(hf)
     decoder = arch.describe(hf)
-    files = (
-        [*DTYPES, "block FP8"] if accepts(lambda: arch.describe({**hf, "quantization_config": BLOCK_FP8})) else DTYPES
-    )
+    packed = [
+        kind
+        for kind, of in QUANTISED.items()
+        if accepts(lambda of=of: arch.describe({**hf, "quantization_config": of}))
+    ]
     layouts = [
         which for which in LAYOUTS if accepts(lambda which=which: arch.check_layout(hf, sizes_of(name, which)[1]))
     ]
@@ -74,7 +84,7 @@ def cells(name: str, hf: Hf) -> tuple[str, ...]:
     float32 = sorted({tensor.rpartition(".")[2] for tensor in getattr(decoder, "float32_tensors", ())})
     synced = "yes" if not float32 else f"yes; float32 {', '.join(float32)}"
     return (
-        ", ".join(files),
+        ", ".join([*DTYPES, *packed]),
         "all" if len(layouts) == len(LAYOUTS) else ", ".join(layouts),
         ", ".join(sizes),
         synced if "TP1" in sizes and POLICY_LAYOUT in layouts else "no",

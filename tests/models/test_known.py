@@ -69,6 +69,8 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V2-Lite-Chat": 15_706_484_224,
     "MiniMax-M2": 228_689_748_992,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
     "OLMoE-1B-7B-0924": 6_919_161_856,

@@ -9,7 +9,7 @@ from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 
 WITH_EXPERTS = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2"),
-    *("deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v2", "qwen3_next", "qwen3_5_moe_text"),
+    *("deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v2", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"),
 )
 """Architectures of mixtures of experts; the first is the default."""
 WITHOUT_EXPERTS = ("qwen3", "qwen2", "llama")

@@ -44,6 +44,7 @@ SUPPORTED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFus
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels reading experts in load-time order."""
 EXPERTS = ("w13_weight", "w2_weight")
+BIASES = ("w13_bias", "w2_bias")
 DELIVERABLE = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
 """Load-time parameters of a quantised layer deliverable by a wire."""
 
@@ -65,6 +66,12 @@ class _Layer:
     """Write targets outside the module."""
     missing: set[str] = field(default_factory=set)
     """Full names of the parameters still to be written."""
+
+    def zeros(self) -> list[str]:
+        """Returns the full names of the parameters that are zero with any weights: the bias of the second projection
+        of experts split by columns, but on the first worker, because the workers' results are summed."""
+        is_split = isinstance(self.module, RoutedExperts) and self.module.moe_config.moe_parallel_config.tp_rank > 0
+        return [name for name, local_name in self.names.items() if is_split and local_name == "w2_bias"]
 
 
 class LoadTimeParameters(Mapping[str, Tensor]):
@@ -146,7 +153,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         """
         self.checking, self.different = check, []
         for layer in self.layers:
-            layer.missing = set(layer.names)
+            layer.missing = set(layer.names) - set(layer.zeros())
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
@@ -257,6 +264,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def _close_layer(self, layer: _Layer) -> None:
+        for name in layer.zeros():
+            self[name].zero_()
         full_names = {local_name: name for name, local_name in layer.names.items()}
         for local_name, tensor in layer.separate.items():
             place = _unpadded(layer.module, local_name, getattr(layer.module, local_name).data)
@@ -324,12 +333,16 @@ def _unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
     """Returns a load-time parameter without padding: `loaded` itself if there is none, else a view.
 
     The view of padded experts [E, 2·W, H] is [E, 2, width, hidden]; of the second projection [E, H, W], [E, hidden,
-    width].
+    width]. Experts with biases have gate and up in turn, [E, 2·width, hidden].
     """
-    if not isinstance(module, RoutedExperts) or local_name not in EXPERTS:
+    if not isinstance(module, RoutedExperts) or local_name not in (*EXPERTS, *BIASES):
         return loaded
     sizes = module.moe_config
     width, hidden = sizes.intermediate_size_per_partition_unpadded, sizes.hidden_dim_unpadded
+    if BIASES[0] in module._parameters:
+        part = (2 * width, hidden) if "w13" in local_name else (hidden, width)
+        inner = part[: loaded.dim() - 1]
+        return loaded if loaded.shape[1:] == inner else loaded[(slice(None), *(slice(n) for n in inner))]
     if local_name == "w2_weight":
         return loaded if loaded.shape[1:] == (hidden, width) else loaded[:, :hidden, :width]
     if loaded.shape[1:] == (2 * width, hidden):

@@ -43,7 +43,7 @@ class EngineSpec:
     weights: str = "dummy"
     """`dummy` (delivered by the first sync) or `auto` (read from the directory)."""
     dequantised: bool = False
-    """True if the directory is in block FP8, and the engine computes with the dequantised weights."""
+    """True if the directory is in block FP8 or MXFP4, and the engine computes with the dequantised weights."""
     seed: int = 0
     """vLLM's global seed, in addition to the seed of every request."""
     routes: bool = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.models.disk_form import DiskForm
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 
@@ -193,7 +194,8 @@ class Block(Protocol):
 
     def hf_tensors(self, source: str) -> Tensors:
         """Returns name → shape of the block's tensors in a Hugging Face checkpoint. Linear weights are [out, in]. The
-        names begin with `source`, such as `model.layers.3`; the embedding and the head ignore it."""
+        names begin with `source`, such as `model.layers.3`; the embedding and the head ignore it. A tensor may have
+        another order of axes on disk (`disk_forms`)."""
         ...
 
     def float32_tensors(self, source: str) -> Sequence[str]:
@@ -204,6 +206,10 @@ class Block(Protocol):
     def frozen_tensors(self, source: str) -> Sequence[str]:
         """Returns the names of the tensors among `float32_tensors` that are never trained."""
         return self.float32_tensors(source)
+
+    def disk_forms(self, source: str) -> Mapping[str, DiskForm]:
+        """Returns name → order of axes on disk of the tensors with another order in `hf_tensors`."""
+        return {}
 
     # --- Megatron ---
 

@@ -32,15 +32,17 @@ class Embedding(Block):
 
     vocab: int
     hidden: int
+    engine_name: str = EMBEDDING
+    """Name of the parameter in vLLM."""
 
     @classmethod
-    def read(cls, hf: Hf) -> Embedding:
-        """Returns the embedding described by config.json.
+    def read(cls, hf: Hf, engine_name: str = EMBEDDING) -> Embedding:
+        """Returns the embedding described by config.json, with this name in vLLM.
 
         Raises:
             UserError: A size is missing or no positive integer.
         """
-        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"))
+        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), engine_name)
 
     def hf_tensors(self, source: str) -> Tensors:
         return {EMBEDDING: (self.vocab, self.hidden)}
@@ -61,7 +63,7 @@ class Embedding(Block):
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         rows = padded_vocab(self.vocab, VOCAB_MULTIPLE) // cut.tensor
-        param = b.param(EMBEDDING, rows, self.hidden)
+        param = b.param(self.engine_name, rows, self.hidden)
         vocab_rows(b, param, EMBEDDING, worker % cut.tensor * rows, (rows, self.vocab))
 
     def flops(self) -> TokenFlops:

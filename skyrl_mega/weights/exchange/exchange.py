@@ -138,8 +138,8 @@ class Exchange:
         if in_flight < 2:
             raise ValueError(f"an exchange needs 2 buffers at least, not {in_flight}")
         self.transport, self.wire, self.in_flight = transport, wire, in_flight
-        self._target_shard = _shard(target_layout, target)
-        role = Role(transport.rank, source, _shard(source_layout, source), target, self._target_shard)
+        self._source_shard, self._target_shard = _shard(source_layout, source), _shard(target_layout, target)
+        role = Role(transport.rank, source, self._source_shard, target, self._target_shard)
         owners = device_owners(plan.topology, source_base, target_base)
         owners.setdefault(transport.rank, transport.rank)
         self._owner_rank = owners[transport.rank]
@@ -241,10 +241,16 @@ class Exchange:
         """Returns a new run between these parameters and the tables of scales."""
 
         def source_param(name: str) -> Tensor:
-            return self._scales.tables[name] if self._scales and name in self._scales.tables else source_params[name]
+            assert self._source_shard is not None
+            if self._scales and name in self._scales.tables:
+                return self._scales.tables[name]
+            return self._source_shard.shaped(name, source_params[name])
 
         def target_param(name: str) -> Tensor:
-            return self._target_scales[name] if name in self._target_scales else target_params[name]
+            assert self._target_shard is not None
+            if name in self._target_scales:
+                return self._target_scales[name]
+            return self._target_shard.shaped(name, target_params[name])
 
         def notify_loaded(name: str) -> None:
             if name not in self._target_scales:
@@ -327,6 +333,8 @@ def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, 
                 targets_of = plan.parts.locate(target.shards[receiver], route.parts)
                 for (_, box), (from_place, *_), places in zip(boxes, sources_of, targets_of, strict=True):
                     for place in places:
-                        local_view(targets[receiver][place.param], place.offset, box).copy_(
-                            local_view(sources[route.source][from_place.param], from_place.offset, box)
+                        shards = target.shards[receiver], source.shards[route.source]
+                        to, origin = targets[receiver][place.param], sources[route.source][from_place.param]
+                        local_view(shards[0].shaped(place.param, to), place.offset, box).copy_(
+                            local_view(shards[1].shaped(from_place.param, origin), from_place.offset, box)
                         )

@@ -201,7 +201,7 @@ class Image:
         for name, pieces in by_param.items():
             if name not in params and all(piece.tensor.endswith(SUFFIX) for piece in pieces):
                 continue
-            local = params[name]
+            local = self.shard.shaped(name, params[name])
             for piece in pieces:
                 place = local_view(local, piece.offset, piece.box)
                 values = self.tensor(piece.tensor, piece.box)

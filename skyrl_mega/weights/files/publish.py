@@ -152,6 +152,7 @@ class Publisher:
             target_base=transfers.sources,
             owners={process: process for process in range(transfers.sources + transfers.targets)},
         )
+        self._shard = ends.policy.shards[rank]
         self._buckets: list[RankBucket] = [step.send for step in steps if step.send is not None and step.send.packed]
         self._items: list[Item] = [item for bucket in self._buckets for item in bucket.items]
         self.chunks = [Chunk(item.tensor, item.box, item.dtype) for item in self._items]
@@ -234,7 +235,9 @@ class Publisher:
         )
         place = 0
         for bucket in self._buckets:
-            views, tensors = self._views.of(bucket, lambda name: tables[name] if name in tables else params[name])
+            views, tensors = self._views.of(
+                bucket, lambda name: tables[name] if name in tables else self._shard.shaped(name, params[name])
+            )
             views.pack(tensors, flat)
             views.quantise(tensors, flat)
             host = flat[: bucket.nbytes].cpu().numpy()

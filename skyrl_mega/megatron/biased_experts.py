@@ -1,0 +1,26 @@
+"""The second linear layer of experts with biases, in megatron-core's local layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel import RowParallelLinear
+from torch import Tensor
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """A row-parallel linear layer whose result may be changed in place.
+
+    megatron-core adds an expert's bias in place. Without expert and tensor parallelism the result is a view of the
+    input of its own (empty) sum over ranks, and autograd refuses the backward pass.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product, a tensor of its own, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+def use_biased_experts(mlp: Any) -> None:
+    """Replaces the second linear layer in the specification of a feed-forward part with experts, in place."""
+    mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
