@@ -180,12 +180,11 @@ def plan_job(
     _check_shapes(shapes, header)
     entries = sorted((e for e in stored if e.kind in (MASTER, WEIGHT)), key=lambda e: (e.file, e.offset))
     trained = {entry.tensor for entry in entries if entry.kind == MASTER}
-    model = DTYPES[header.dtype]
+    model, entries_of = DTYPES[header.dtype], _entries_of(entries)
     if origin == "master" and not trained:
         raise UserError("the checkpoint has no master weights; allowed is --from weights", key="--from", value="master")
     intermediate = torch.float32 if origin == "master" else model
     dtype, fp8 = (model, fp8) if fp8 else (dtype or intermediate, Fp8Source())
-    entries_of = _entries_of(entries)
     _check_covered(shapes, entries, entries_of)
     files = _files(_outputs(disk_shapes(shapes, forms), Wire(dtype, float32=float32), fp8), file_bytes, len(copied))
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
