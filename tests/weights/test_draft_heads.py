@@ -16,11 +16,12 @@ from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.engines.base import Sampling
 from tests.support.draft_heads import add_prediction_layer, build_head, favour
 from tests.support.engines import LOADING, build_model
+from tests.weights import test_draft_engine
 from tests.weights.test_draft_engine import accepted, ask, logprobs, requests_of
 from tests.weights.test_sleeping_engine import Place, place_of
 
 pytestmark = pytest.mark.nightly
-SIZES = {"head_dim": 32}
+SIZES: dict[str, Any] = {"head_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_drafts_follow_the_policys_embedding_and_head_through_syncs_and_a_sleep(
         hf = json.loads((build_model(tmp_path / "same", kind, 0, **SIZES) / "config.json").read_text())
         drafts.path = str(build_head(tmp_path / "head", hf, method))
     prepare = add_prediction_layer if method == "mtp" else None
-    with place_of(tmp_path, kind, drafts=drafts, prepare=prepare, **SIZES) as place:
+    with place_of(tmp_path, kind, drafts=drafts, prepare=prepare, routes=method != "mtp", **SIZES) as place:
         for version, favourites in ((2, [3, 5]), (3, [11, 13])):
             path = build_model(tmp_path / f"version {version}", kind, version, **SIZES)
             favour(path, favourites)
@@ -76,6 +77,8 @@ def test_drafts_follow_the_policys_embedding_and_head_through_syncs_and_a_sleep(
             else:
                 place.sync.sync(version)
             assert check(place, path, f"version {version}") > 0.02
+        if method != "mtp":
+            test_draft_engine.test_routes_are_those_of_the_accepted_tokens(place, loaded(path))
 
 
 def test_a_draft_model_keeps_the_weights_of_its_files_through_syncs_and_a_sleep(ray: None, tmp_path: Path) -> None:

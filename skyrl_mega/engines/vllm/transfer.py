@@ -168,6 +168,7 @@ class WorkerExtension:
     weight_transfer_engine: ShardTransferEngine
     rank: int
     cache_config: Any
+    vllm_config: Any
     available_kv_cache_memory_bytes: float
     _weight_update_active: bool
     model_runner: Any
