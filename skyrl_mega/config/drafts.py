@@ -30,7 +30,7 @@ EAGLE3_TARGETS = (
     "qwen3_moe",
 )
 """`model_type` of the models that give hidden states to an EAGLE-3 head in vLLM 0.32."""
-MTP_TARGETS = ("glm4_moe",)
+MTP_TARGETS = ("deepseek_v3", "glm4_moe")
 """`model_type` of the models whose layers of multi-token prediction an engine can read."""
 
 

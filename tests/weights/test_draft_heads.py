@@ -56,7 +56,9 @@ def check(place: Place, path: Path, name: str) -> float:
     return taken / drafted
 
 
-@pytest.mark.parametrize(("method", "kind"), [("eagle", "qwen3_moe"), ("eagle3", "qwen3_moe"), ("mtp", "glm4_moe")])
+@pytest.mark.parametrize(
+    ("method", "kind"), [("eagle", "qwen3_moe"), ("eagle3", "qwen3_moe"), ("mtp", "glm4_moe"), ("mtp", "deepseek_v3")]
+)
 def test_drafts_follow_the_policys_embedding_and_head_through_syncs_and_a_sleep(
     ray: None, method: str, kind: str, tmp_path: Path
 ) -> None:
