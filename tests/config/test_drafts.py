@@ -72,7 +72,7 @@ def test_possible_drafts_pass(base: Path, arguments: str) -> None:
         ),
         (
             "rollout.drafts.method=mtp policy.moe.replay=rollout",
-            "rollout.drafts.method = mtp: the experts of its layers would be recorded",
+            "rollout.drafts.method = mtp: its layers have experts of their own",
         ),
         (
             f"{NGRAM} rollout.options.speculative_config.method=suffix",

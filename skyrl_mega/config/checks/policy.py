@@ -54,7 +54,7 @@ def check_replay(c: Config) -> Refusals:
         why = "vLLM's model runner that returns routes on a GPU has no suffix drafts (policy.moe.replay=rollout)"
         yield "rollout.drafts.method", why, f"give rollout.drafts.method=ngram, {OFF}"
     if draft_method(c.rollout) == "mtp":
-        why = "the experts of its layers would be recorded among the policy's (policy.moe.replay=rollout)"
+        why = "its layers have experts of their own, not tried with recording (policy.moe.replay=rollout)"
         yield "rollout.drafts.method", why, f"give rollout.drafts.method=ngram, {OFF}", "mtp"
 
 
