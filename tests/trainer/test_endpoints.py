@@ -22,7 +22,8 @@ NEAR = 1e-3
 STEPS = (*quickstart.LEARNS, "run.steps=3", "rollout.engines=0", "evaluation.every=0", "checkpoint.every=0")
 
 
-DENSE = ("model.build.architecture=qwen3",)
+DENSE = ("model.build.architecture=qwen3", "policy.layout.expert=1")
+"""Settings of the quickstart with a model without experts."""
 
 
 def build_quickstart_model(folder: Path, *settings: str) -> Path:
