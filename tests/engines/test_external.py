@@ -33,7 +33,7 @@ def table(seed: int) -> np.ndarray:
 def spec_of(url: str, kind: str = "sglang", **changes: Any) -> ExternalSpec:
     """Returns the spec of a server."""
     address = ServerAddress(url, changes.pop("token", None), 8)
-    spec = ExternalSpec("rollout.endpoints.0", kind, DIRECTORY, address, 5.0, 64, VOCAB, 1)
+    spec = ExternalSpec("rollout.endpoints.0", kind, DIRECTORY, address, 5.0, 64, VOCAB, 1, "float32")
     return replace(spec, **changes)
 
 
@@ -211,6 +211,14 @@ def test_a_server_for_shorter_sequences_is_refused() -> None:
         config = config_of(f"rollout.endpoints=[{{url: '{url}', kind: sglang}}]", "rollout.max_length=4096")
         with pytest.raises(UserError, match="takes 128 tokens, and rollout's limits allow 4096"):
             check_servers(config, VOCAB)
+
+
+def test_a_server_that_computes_in_another_type_is_refused() -> None:
+    spec = spec_of("http://127.0.0.1:1", "vllm")
+    with pytest.raises(UserError, match=r"computes in bfloat16, and model\.dtype is float32") as error:
+        _check(ServerFacts(dtype="bfloat16"), spec)
+    assert error.value.fix == "start it with --dtype float32"
+    _check(ServerFacts(dtype="float32"), spec)
 
 
 def test_a_vllm_server_on_a_cpu_without_the_plugin_is_refused_for_experts() -> None:

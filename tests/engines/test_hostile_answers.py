@@ -28,7 +28,7 @@ from skyrl_mega.weights.members import GROUP
 
 DELIVERED = 5
 """Version that the run delivered last."""
-SPEC = ExternalSpec("rollout.endpoints.0", "vllm", GROUP, ServerAddress("http://x"), 60.0, 64, 50, 1)
+SPEC = ExternalSpec("rollout.endpoints.0", "vllm", GROUP, ServerAddress("http://x"), 60.0, 64, 50, 1, "bfloat16")
 
 
 class Chunks:
@@ -217,7 +217,11 @@ def test_an_entry_is_refused_before_a_run(entries: str, message: str) -> None:
 
 def test_an_address_that_no_client_takes_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout.endpoints.0.url"):
-        open_server(ExternalSpec("rollout.endpoints.0", "vllm", GROUP, ServerAddress("http://xn--a:1"), 1, 64, 50, 1))
+        open_server(
+            ExternalSpec(
+                "rollout.endpoints.0", "vllm", GROUP, ServerAddress("http://xn--a:1"), 1, 64, 50, 1, "bfloat16"
+            )
+        )
 
 
 def test_a_direct_sync_to_a_server_beside_colocated_engines_on_gpus_is_refused() -> None:

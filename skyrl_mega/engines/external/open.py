@@ -53,6 +53,8 @@ class ExternalSpec:
     """Number of token ids of the model."""
     workers: int
     """Workers of an engine of the run; with `GROUP` the server needs as many."""
+    dtype: str
+    """Type of the policy's weights (`model.dtype`)."""
     experts: bool = False
     """True if the model has experts."""
 
@@ -85,6 +87,7 @@ def specs(config: Config, vocab: int, experts: bool = False) -> list[ExternalSpe
             silence_s=rollout.request_timeout_s,
             max_length=length_limit(rollout),
             vocab=vocab,
+            dtype=config.model.dtype,
             workers=engine_ranks(rollout),
             experts=experts,
         )
@@ -164,7 +167,7 @@ async def ready(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
 
 async def examine(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
     """Checks a server and returns its facts: it has what its way of weights needs, and returns tokens with log-probs.
-    As far as it states them, its vocabulary is the policy's, and its maximum length is enough for the run.
+    As far as it states them, its vocabulary and type are the policy's, and its maximum length is enough for the run.
 
     Raises:
         UserError: The server does not fit the run.
@@ -197,6 +200,9 @@ def _check(facts: ServerFacts, spec: ExternalSpec) -> None:
     if facts.vocab is not None and facts.vocab != spec.vocab:
         why = f"the server's model has another vocabulary than the policy's, which has {spec.vocab} token ids"
         raise UserError(why, key=f"{spec.key}.url", value=url, fix="start it with the model of model.path")
+    if facts.dtype not in (None, spec.dtype):
+        why = f"the server computes in {facts.dtype[:20]}, and model.dtype is {spec.dtype}"
+        raise UserError(why, key=f"{spec.key}.url", value=url, fix=f"start it with --dtype {spec.dtype}")
     if spec.sync in (GROUP, FILES) and not facts.plugin:
         why = f"sync={spec.sync} needs the plug-in of skyrl_mega in the server, which it does not have"
         raise UserError(why, key=f"{spec.key}.sync", value=spec.sync, fix="start it as docs/endpoints.md shows")

@@ -50,6 +50,8 @@ class ServerFacts:
     """Maximum length of a sequence in tokens."""
     vocab: int | None = None
     """Number of token ids of the model."""
+    dtype: str | None = None
+    """Type of the weights, such as `bfloat16`."""
     cache_tokens: int | None = None
     """Capacity of the KV cache in tokens."""
     workers: int | None = None

@@ -105,6 +105,7 @@ class VllmServer(HttpServer):
             return ServerFacts(
                 max_length=models["data"][0]["max_model_len"],
                 vocab=vocab if await self._knows_exactly(vocab) else -1,
+                dtype=str(model["dtype"]).removeprefix("torch."),
                 cache_tokens=cache if isinstance(cache, int) and cache > 0 else None,
                 workers=self.workers,
                 plugin=self.plugin,
