@@ -5,6 +5,7 @@ Python of Transformer Engine and megatron-core is real; kernels are plain torch 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def parallel(request: pytest.FixtureRequest) -> ParallelDims:
 
 def taken(parallel: ParallelDims) -> list[str]:
     """Returns the models that do not refuse the layout."""
-    return [name for name, hf in MODELS.items() if accepts(lambda hf=hf: architecture(hf).check_layout(hf, parallel))]
+    return [name for name, hf in MODELS.items() if accepts(partial(architecture(hf).check_layout, hf, parallel))]
 
 
 @pytest.fixture(scope="module")
