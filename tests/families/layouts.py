@@ -94,7 +94,7 @@ def _examine(rank: int, name: str, folder: Path, which: str) -> RankResults:
     if which == EXPORTED:
         worker.export(folder / f"{name}-exported", path)
     results.norm = worker.train(micros, objectives.supervised).get("grad_norm", 0.0)
-    results.gradients = _gradients(worker)
+    results.gradients = gradients_of(worker)
     if which in (SAVED, RESUMED):
         checkpoint = folder / f"{name}-checkpoint"
         if which == SAVED:
@@ -118,7 +118,7 @@ def _logprobs(worker: ModelWorker, micros: list[Sequences]) -> list[np.ndarray]:
     return [] if answer is None or at.tp or at.cp else [values.numpy() for values, _ in answer]
 
 
-def _gradients(worker: ModelWorker) -> dict[str, tuple[int, np.ndarray]]:
+def gradients_of(worker: ModelWorker) -> dict[str, tuple[int, np.ndarray]]:
     """Returns the gradients summed by the last step, from the buffers of the distributed optimizer.
 
     Data-parallel ranks scatter the sum, so only the run trained by this rank is complete.

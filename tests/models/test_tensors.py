@@ -77,7 +77,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for(name: str) -> None:
         bare["head_dim"] = 8
     full = AutoConfig.for_model(**bare).to_dict()
     needed = ("glm4_moe", "minimax_m2")  # vLLM reads their head_dim
-    other = ("qwen3_next", "qwen3_5_moe_text")  # their default is 256
+    other = ("qwen3_next", "qwen3_5_moe_text", "gpt_oss")  # their default is 256, or 64
     short = {key: value for key, value in bare.items() if key != "head_dim" or name in needed + other}
     assert architecture(short).describe(short) == architecture(full).describe(full)
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.hf_checkpoint import row_reader
-from skyrl_mega.hf_checkpoint.index import TensorEntry, read_header
+from skyrl_mega.hf_checkpoint.index import TensorEntry, check_files, read_config, read_header
+from skyrl_mega.hf_checkpoint.load import load
 from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
 from skyrl_mega.kernels import mxfp4
 from skyrl_mega.models.disk_form import DiskForm
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.box import Box
+from skyrl_mega.weights.exchange.exchange import local_view
+from tests.megatron.layouts import layout
 
 SHAPE = (5, 6, 2, 64)
 """Experts, width, gate and up, hidden."""
@@ -88,3 +99,85 @@ def test_a_tensor_written_in_the_order_on_disk_is_read_back() -> None:
         on_disk = form.to_disk(values)
         assert tuple(on_disk.shape) == form.shape(shape) and on_disk.is_contiguous()
         assert torch.equal(form.from_disk(on_disk, shape), values)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """Writes a tiny gpt-oss with experts in MXFP4; returns the directory, and every tensor as transformers reads it."""
+    folder = tmp_path_factory.mktemp("models") / "mxfp4"
+    build(BuildConfig(architecture="gpt_oss", experts=4, hidden=64, expert_ffn=32), folder)
+    generator, file = torch.Generator().manual_seed(1), folder / "model.safetensors"
+    expected = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    stored = dict(expected)
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = transformers_values(blocks, scales, torch.bfloat16)
+    save_file(stored, file, metadata={"format": "pt"})
+    hf = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(hf))
+    return folder, expected
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})])
+def test_a_policy_loads_the_values_of_transformers(
+    checkpoint: tuple[Path, dict[str, Tensor]], ranks: int, sizes: dict[str, int]
+) -> None:
+    folder, expected = checkpoint
+    hf, found = read_config(folder), dict[str, Tensor]()
+    arch = architecture(hf)
+    forms = arch.describe(hf).disk_forms
+    check_files(folder, hf)
+    for shard in arch.megatron_layout(hf, layout(ranks, **sizes), "local").shards:
+        params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shard.params.items()}
+        load(folder, shard, params)
+        for piece in shard.pieces:
+            whole = found.setdefault(piece.tensor, torch.zeros(arch.tensors(hf)[piece.tensor], dtype=torch.bfloat16))
+            whole[piece.box.slices()] = local_view(params[piece.param], piece.offset, piece.box)
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        on_disk = forms[name].to_disk(values) if name in forms else values
+        assert torch.equal(on_disk.view(torch.int16), expected[name].view(torch.int16)), name
+
+
+def test_an_engines_worker_loads_the_values_of_transformers(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, expected = checkpoint
+    hf = read_config(folder)
+    shard = architecture(hf).engine_shard(hf, 2, 1)
+    params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shard.params.items()}
+    load(folder, shard, params)
+    name = "model.layers.0.mlp.experts"
+    w13, w2 = (params[f"{name}.routed_experts.{part}"] for part in ("w13_weight", "w2_weight"))
+    assert torch.equal(w13.flatten(1, 2), expected[f"{name}.gate_up_proj"].mT[:, 32:])
+    assert torch.equal(w2, expected[f"{name}.down_proj"].mT[:, :, 16:])
+
+
+def test_missing_scales_are_named(checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    for file in checkpoint[0].iterdir():
+        shutil.copy(file, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts\.down_proj_scales is missing"):
+        check_files(tmp_path)
+
+
+def test_an_expert_at_a_time_is_in_memory(
+    checkpoint: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the blocks handed to the dequantisation at once."""
+    folder, sizes = checkpoint[0], list[int]()
+    dequantise = mxfp4.dequantise
+
+    def counted(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        sizes.append(len(blocks))
+        return dequantise(blocks, scales, dtype)
+
+    monkeypatch.setattr(mxfp4, "dequantise", counted)
+    monkeypatch.setattr(row_reader, "CHUNK_BYTES", 1)
+    hf = read_config(folder)
+    shard = architecture(hf).engine_shard(hf, 1, 0)
+    load(folder, shard, {name: torch.zeros(shape) for name, shape in shard.params.items()})
+    assert sizes == [1] * 16  # two layers, two tensors, four experts
