@@ -6,7 +6,7 @@ The driver calls an engine's actor through Ray by these method names; tests subs
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_mega.telemetry.memory import MemoryReading
@@ -110,9 +110,14 @@ class Drafts:
     accepted: int = 0
     """Draft tokens that became tokens of an answer."""
     steps: int = 0
-    """Steps of the engine."""
+    """Steps of the engine, of all replicas."""
     suppressed: int = 0
     """Steps without drafts, because drafts would have cost more time than they save."""
+
+    def add(self, other: Drafts) -> None:
+        """Adds the counts of `other`."""
+        for name, count in asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class Engine(Protocol):

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import BuildConfig, Config, RolloutConfig
+from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.engines.base import Drafts
+from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.cpu_drafts import expand
+from skyrl_mega.engines.vllm.draft_counts import request_drafts
 from skyrl_mega.engines.vllm.draft_weights import PREFIX, read_draft_weights
-from skyrl_mega.engines.vllm.drafts import HOLD, PROBE, SUPPRESSED, Suppressor, Trial, Trials
+from skyrl_mega.engines.vllm.drafts import (
+    HOLD,
+    PROBE,
+    SUPPRESSED,
+    AdaptiveScheduler,
+    AsyncCountingScheduler,
+    CountingScheduler,
+    Suppressor,
+    Trial,
+    Trials,
+    draft_scheduler,
+)
+from skyrl_mega.engines.vllm.plugin import MAY_HOLD
+from skyrl_mega.engines.vllm.replicas import Replicas
 from skyrl_mega.engines.vllm.routes import TokenRoutes, _Request
+from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
+from skyrl_mega.models import tiny
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.meters import draft_metrics
 
@@ -75,6 +100,58 @@ def test_a_worker_proposes_nothing_in_a_suppressed_step() -> None:
     runner.execute_model(scheduled)
     assert runner.drafter.propose(2, [[5], [6]], slot_mappings=None) == [[], []]
     assert suppressor.take() == (2, 1) and suppressor.take() == (0, 0)
+
+
+# ---- counts of a request ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AdaptiveScheduler, AsyncCountingScheduler])
+def test_a_request_that_its_caller_ends_has_counts_of_drafts(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop string is found by the caller: every step of the request must carry the counts so far."""
+    outputs = [SimpleNamespace(request_id=name, spec_decode_metrics=None) for name in ("stops", "held", "ended")]
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: SimpleNamespace(outputs=outputs)})
+    scheduler: Any = object.__new__(kind)
+    scheduler.trials = None
+    scheduler.requests = {
+        name: SimpleNamespace(spec_decode_metrics=name, sampling_params=SimpleNamespace(extra_args=extra))
+        for name, extra in (("stops", None), ("held", {MAY_HOLD: True}))
+    }
+    scheduler.update_from_output(None, None)
+    assert [output.spec_decode_metrics for output in outputs] == ["stops", None, None]
+
+
+def test_a_gpu_engine_with_drafts_has_a_scheduler_that_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config(BuildConfig("qwen3_moe"))))
+    drafts = DraftsConfig(method="eagle", path="head")
+    spec = EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(drafts=drafts), 100)
+    assert resolve_obj_by_qualname(arguments(spec)["scheduler_cls"]) is draft_scheduler
+    for kind in (AdaptiveScheduler, AsyncCountingScheduler):
+        monkeypatch.setattr(kind, "__init__", lambda self, **_: None)
+    for asynchronous, kind in ((False, AdaptiveScheduler), (True, AsyncCountingScheduler)):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=asynchronous))
+        assert type(draft_scheduler(config)) is kind
+    on_cpu = arguments(replace(spec, device="cpu"))["scheduler_cls"]
+    assert issubclass(resolve_obj_by_qualname(on_cpu), CountingScheduler)
+
+
+def test_accepted_drafts_behind_the_end_of_an_answer_do_not_count() -> None:
+    """Steps with 3, 3 and 4 accepted drafts give 1 + 4 + 4 + 5 tokens; the answer ends after 10 of these."""
+    metrics = RequestSpecDecodeMetrics(4, [0, 0, 0, 2, 1], 12)
+    assert request_drafts(14, metrics) == Drafts(14, 12, 10)
+    assert request_drafts(10, metrics) == Drafts(10, 12, 6), "four steps"
+    assert request_drafts(0, None) == Drafts() and request_drafts(3, None) == Drafts(3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_suppressed_steps_of_all_replicas_count_once(tensor: int) -> None:
+    async def workers(method: str) -> list[tuple[int, int]]:
+        return [(10, 4)] * tensor + [(30, 0)] * tensor
+
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine.spec = EngineSpec("", "float32", "cpu", RolloutConfig(drafts=DraftsConfig(method="ngram"), tensor=tensor), 9)
+    engine.drafted, engine.replicas, engine.workers = Drafts(written=5), Replicas(2), workers
+    assert asyncio.run(engine.drafts()) == Drafts(written=5, steps=40, suppressed=4)
+    assert engine.drafted == Drafts()
 
 
 # ---- checking drafts -------------------------------------------------------------------------------------------------

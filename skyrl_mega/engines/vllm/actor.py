@@ -17,6 +17,7 @@ from skyrl_mega.config.drafts import draft_method
 from skyrl_mega.engines.base import Completion, Drafts, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.engines.vllm.answer_routes import AnswerRoutes
+from skyrl_mega.engines.vllm.draft_counts import request_drafts
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.replicas import Replicas
 from skyrl_mega.engines.vllm.spec import EngineSpec, adapts, arguments, scales
@@ -262,7 +263,7 @@ class VllmEngine:
     def _completion(self, request: Request, result: Any) -> Completion:
         self.ended += len(result.token_ids)
         if self.uses_drafts:
-            self._count_drafts(result)
+            self.drafted.add(request_drafts(len(result.token_ids), result.spec_decode_metrics))
         return Completion(
             request.id,
             array("i", result.token_ids),
@@ -271,13 +272,6 @@ class VllmEngine:
             tuple((int(span.version), span.start) for span in result.weight_versions or []),
             self.routes.of_output(request, result),
         )
-
-    def _count_drafts(self, result: Any) -> None:
-        counts = self.drafted
-        counts.written += len(result.token_ids)
-        if (metrics := result.spec_decode_metrics) is not None:
-            counts.drafted += metrics.num_draft_tokens
-            counts.accepted += sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
 
     async def _abort(self, request: str, seconds: float) -> None:
         """Aborts a request after the time limit; the last output contains the tokens so far."""
@@ -511,7 +505,10 @@ class VllmEngine:
         """Returns the counts of draft tokens since the previous call."""
         counts, self.drafted = self.drafted, Drafts()
         if adapts(self.spec):
-            counts.steps, counts.suppressed = (await self.workers("draft_steps"))[0]
+            answers = await self.workers("draft_steps")
+            # The workers of a replica take the same steps; each replica decides for itself.
+            for steps, suppressed in answers[:: len(answers) // self.replicas.count]:
+                counts.add(Drafts(steps=steps, suppressed=suppressed))
         return counts
 
     async def record_spans(self, on: bool) -> list[Span]:

@@ -1,4 +1,5 @@
-"""Draft tokens only where they save time: a vLLM scheduler that measures steps with and without drafts.
+"""Draft tokens only where they save time: a vLLM scheduler that measures steps with and without drafts. Its messages
+also carry the counts of draft tokens.
 
 Checking drafts makes a step longer, and an accepted draft saves a step. Which of both wins depends on the texts and on
 the number of running sequences, so the scheduler measures: for each range of batch sizes the seconds per token of each
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, median
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from skyrl_mega.config.drafts import WEIGHTLESS
+from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.spec import ADAPTIVE
 
 SUPPRESSED = "skyrl_mega_suppressed"
@@ -113,7 +116,39 @@ class Trials:
         return self.by_range.setdefault(sequences.bit_length(), Trial())
 
 
-class AdaptiveScheduler(Scheduler):
+class CountingScheduler(Scheduler):
+    """A scheduler that sends the counts of draft tokens in every step of a request without `MAY_HOLD`.
+
+    vLLM sends the counts in the last step only. A request that the caller ends, by a stop string or a time limit, has
+    no last step in vLLM's scheduler.
+    """
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Adds a step's sampled tokens to the requests as vLLM does, and the requests' counts to the messages."""
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for message in messages.values():
+            for output in message.outputs:
+                request = self.requests.get(output.request_id)  # None after the request's last step
+                if request is not None and not (request.sampling_params.extra_args or {}).get(MAY_HOLD):
+                    output.spec_decode_metrics = request.spec_decode_metrics
+        return messages
+
+
+class AsyncCountingScheduler(CountingScheduler, AsyncScheduler):
+    """A `CountingScheduler` that schedules a step before the end of the step before, as vLLM does with the drafts of a
+    model or a head on a GPU."""
+
+
+def draft_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """Returns the scheduler of an engine with draft tokens; called by vLLM in place of a class, with the arguments of
+    vLLM's scheduler."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (AsyncCountingScheduler if asynchronous else AdaptiveScheduler)(vllm_config=vllm_config, **kwargs)
+
+
+class AdaptiveScheduler(CountingScheduler):
     """vLLM's scheduler; with `ADAPTIVE` it drops proposed drafts where checking them costs more than it saves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -185,7 +185,8 @@ def _draft_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments = {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
     if adapts(spec):
         arguments["additional_config"] = {ADAPTIVE: True}
-        arguments["scheduler_cls"] = "skyrl_mega.engines.vllm.drafts.AdaptiveScheduler"  # on a CPU: a subclass
+    if spec.device != "cpu":  # on a CPU `HoldingScheduler` does the same
+        arguments["scheduler_cls"] = "skyrl_mega.engines.vllm.drafts.draft_scheduler"
     return arguments
 
 
