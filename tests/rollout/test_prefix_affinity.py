@@ -105,11 +105,17 @@ def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pyt
 
 def test_the_replicas_of_an_engine_share_requests_in_order() -> None:
     replicas = Replicas(2)
-    first = [replicas.take(Request(f"{n}/0", [1, 2], 1, 0)) for n in range(6)]
+    requests = [Request(f"{n}/0", [1, 2], 1, 0) for n in range(6)]
+    first = [*map(replicas.take, requests)]
     assert first == [0, 1] * 3
-    replicas.release(1)
+    replicas.release(requests[1], 1, 5)
     assert replicas.take(Request("6/0", [1, 2], 1, 0)) == 1
     # The next turn of a trajectory goes to the replica with the cached prefix.
-    replicas.release(first[0])
+    replicas.release(requests[0], first[0], 7)
     assert replicas.take(Request("0/1", [1, 2, 3], 1, 0)) == 0
     assert replicas.requests == {0: 3, 1: 3}
+    assert replicas.tokens([("3/0", 10), ("0/0", 1000), ("4/0", 2)]) == {0: 9, 1: 15}, "0/0 has ended"
+    again = Request("2/0", [1, 2], 1, 1)
+    replicas.take(again)
+    replicas.release(requests[2], 0, 0)
+    assert replicas.of["2/0"][0] is again, "the name is in use again"

@@ -204,6 +204,25 @@ def test_a_real_engine_with_a_queue_ends_nothing_by_time(real: tuple[ActorGroup,
     assert answered("queue", round(3 * REAL.request_timeout_s * 300 / seconds)) > REAL.request_timeout_s
 
 
+def test_a_replica_that_hangs_is_found_while_another_gets_tokens(tmp_path: Path) -> None:
+    replicas = {"data_parallel_size": 2}
+    settings = RolloutConfig(request_timeout_s=LIMIT_S, options=replicas)
+    (tmp_path / "config.json").write_text("{}")
+
+    async def ask() -> None:
+        engine = SimulatedEngine(spec_of(tmp_path, settings), places=CACHE, token_s=LIMIT_S / 20)
+        await engine.start()
+        simulated: Any = engine.llm
+        simulated.hung_replica = 1
+        async with asyncio.timeout(20 * LIMIT_S):
+            asked = [Request(f"{i}/0", [i] * 5, 10_000, seed=i) for i in range(2)]
+            async for _ in engine.generate_many(asked, Sampling()):
+                pass
+
+    with pytest.raises(EngineDied, match="replica 1 of vLLM stands still: none of its 1 requests got a token"):
+        asyncio.run(ask())
+
+
 def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
     """Stops vLLM's process while the actor keeps answering. Ends the module's engine; must be the last test."""
     from skyrl_mega.cluster import reaper

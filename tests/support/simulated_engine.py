@@ -34,6 +34,8 @@ class SimulatedVllm:
         self.errored, self.given, self.paused = False, 0, False
         self.most = 0
         """Largest number of requests at once."""
+        self.hung_replica: int | None = None
+        """Replica without progress."""
         self.output_processor = SimpleNamespace(request_states={})
         self.engine_core = SimpleNamespace(
             pause_scheduler_async=self.pause_generation, resume_scheduler_async=self.resume_generation
@@ -54,7 +56,7 @@ class SimulatedVllm:
         """Yields the whole output at the end, like vLLM; every sequence gets the full length."""
         sequence = _Sequence(parameters.max_tokens)
         states = self.output_processor.request_states
-        states[request] = SimpleNamespace(detokenizer=sequence)
+        states[request] = SimpleNamespace(detokenizer=sequence, external_req_id=request, replica=data_parallel_rank)
         self.most = max(self.most, len(states))
         try:
             await sequence.full.wait()
@@ -72,7 +74,8 @@ class SimulatedVllm:
             if self.paused or (self.stalls_after is not None and self.given >= self.stalls_after):
                 continue
             states = self.output_processor.request_states.values()
-            for sequence in [state.detokenizer for state in states][: self.places]:
+            computing = [state for state in states if state.replica != self.hung_replica]
+            for sequence in [state.detokenizer for state in computing][: self.places]:
                 if len(sequence.got) < sequence.tokens:
                     sequence.got.append(7)
                     self.given += 1

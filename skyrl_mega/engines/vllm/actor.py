@@ -52,8 +52,6 @@ class VllmEngine:
         self.version = 0
         self.running = 0
         """Requests under way."""
-        self.ended = 0
-        """Tokens of all ended requests."""
         self.watched = False
         """True if time without a token counts as a stall: not during a pause, nor before the first answer, which may
         wait for kernels to compile.
@@ -147,7 +145,7 @@ class VllmEngine:
             sampling: Parameters shared by all requests.
 
         Raises:
-            EngineDied: vLLM's process is gone, or no request got a token for `rollout.request_timeout_s`.
+            EngineDied: vLLM's process is gone, or no request of a replica got a token for `rollout.request_timeout_s`.
             NotReady: A part is asleep, or weights are undefined.
             WrongRoutes: Expert routes of a completion are missing or do not fit the request.
             Exception: vLLM's own for a request, as for a prompt that is too long; ends the call's other requests.
@@ -207,7 +205,7 @@ class VllmEngine:
             await self._await_vllm(self.llm.engine_core.resume_scheduler_async())
 
     async def _watch(self) -> None:
-        """Fails the calls under way if vLLM stalls: no request got a token for too long.
+        """Fails the calls under way if a replica of vLLM stalls: none of its requests got a token for too long.
 
         Counts only time in which this process runs and vLLM may compute: not a pause for a weight sync, nor a
         suspension of the process itself.
@@ -215,24 +213,31 @@ class VllmEngine:
         limit = self.spec.rollout.request_timeout_s
         interval = min(CHECK_EVERY_S, limit / 10)
         loop = asyncio.get_running_loop()
-        tokens, stalled_s, before = -1, 0.0, loop.time()
-        while stalled_s < limit:
+        stalled_s, before = dict.fromkeys(self.replicas.requests, 0.0), loop.time()
+        tokens = dict.fromkeys(self.replicas.requests, -1)
+        while max(stalled_s.values()) < limit:
             await asyncio.sleep(interval)
             seen, now = self._tokens(), loop.time()
-            stalled_s = stalled_s + min(now - before, 2 * interval) if self.watched and seen == tokens else 0.0
+            for replica, requests in self.replicas.requests.items():
+                still = self.watched and requests and seen[replica] == tokens[replica]
+                stalled_s[replica] = stalled_s[replica] + min(now - before, 2 * interval) if still else 0.0
             tokens, before = seen, now
+        replica = max(stalled_s, key=stalled_s.__getitem__)
+        name = "vLLM" if self.replicas.count == 1 else f"replica {replica} of vLLM"
         for done in self.calls:
             done.put_nowait(
                 EngineDied(
-                    f"vLLM stands still: none of its {self.running} requests got a token for {limit:g} s "
-                    "(rollout.request_timeout_s)"
+                    f"{name} stands still: none of its {self.replicas.requests[replica]} requests got a token for "
+                    f"{limit:g} s (rollout.request_timeout_s)"
                 )
             )
 
-    def _tokens(self) -> int:
-        """Returns the number of tokens generated so far, including requests under way."""
-        under_way = self.llm.output_processor.request_states.values()
-        return self.ended + sum(state.detokenizer.num_output_tokens() for state in under_way if state.detokenizer)
+    def _tokens(self) -> dict[int, int]:
+        """Returns for each replica the number of tokens generated so far, including requests under way."""
+        states = self.llm.output_processor.request_states.values()
+        return self.replicas.tokens(
+            (state.external_req_id, state.detokenizer.num_output_tokens()) for state in states if state.detokenizer
+        )
 
     async def _generate(
         self, request: Request, sampling: Sampling, done: asyncio.Queue[Completion | BaseException]
@@ -248,7 +253,7 @@ class VllmEngine:
             done.put_nowait(self._translate_error(error))
             return
         finally:
-            self.replicas.release(replica)
+            self.replicas.release(request, replica, len(output.outputs[0].token_ids) if output else 0)
             if alarm is not None:
                 alarm.cancel()
         assert output is not None
@@ -261,7 +266,6 @@ class VllmEngine:
             done.put_nowait(error)
 
     def _completion(self, request: Request, result: Any) -> Completion:
-        self.ended += len(result.token_ids)
         if self.uses_drafts:
             self.drafted.add(request_drafts(len(result.token_ids), result.spec_decode_metrics))
         return Completion(

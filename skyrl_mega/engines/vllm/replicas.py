@@ -6,6 +6,8 @@ choice depends only on the requests and their order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from skyrl_mega.engines.base import Request
 from skyrl_mega.engines.prefix_affinity import PrefixAffinity
 
@@ -21,6 +23,10 @@ class Replicas:
         self.count = count
         self.requests = dict.fromkeys(range(count), 0)
         """Replica → number of requests in progress."""
+        self.of: dict[str, tuple[Request, int]] = {}
+        """Name of a request in progress → the request and its replica."""
+        self.ended = dict.fromkeys(range(count), 0)
+        """Replica → number of tokens of its ended requests."""
         self.affinity = PrefixAffinity()
 
     def take(self, request: Request) -> int:
@@ -28,8 +34,24 @@ class Replicas:
         with the fewest requests, the first of several."""
         replica = self.affinity.choose(request, self.requests)
         self.requests[replica] += 1
+        self.of[request.id] = request, replica
         return replica
 
-    def release(self, replica: int) -> None:
-        """Counts the end of a request."""
+    def release(self, request: Request, replica: int, tokens: int) -> None:
+        """Counts the end of a request of this replica with this number of tokens."""
+        if self.of.get(request.id, (None,))[0] is request:  # else a call took the name again while this one ended
+            del self.of[request.id]
         self.requests[replica] -= 1
+        self.ended[replica] += tokens
+
+    def tokens(self, under_way: Iterable[tuple[str, int]]) -> dict[int, int]:
+        """Returns for each replica the number of tokens generated so far.
+
+        Args:
+            under_way: Names of requests in progress and their numbers of tokens so far.
+        """
+        counts = {**self.ended}
+        for name, tokens in under_way:
+            if name in self.of:  # else its call has ended, and vLLM does not know yet
+                counts[self.of[name][1]] += tokens
+        return counts
