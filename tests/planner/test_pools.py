@@ -197,6 +197,13 @@ def test_a_label_of_the_users_own_or_of_the_gpu() -> None:
     assert label_of(PoolConfig(label=" pool = engines")) == ("pool", "engines")
 
 
+def test_a_label_is_one_that_a_node_of_ray_can_have() -> None:
+    for label in ("a", "a=", "=b", "a=b=c", "a=!b", "a= !b", "a=in(b,c)", "a b=c d", "a=b_", "-a=b", "a=" + 64 * "b"):
+        assert [key for key, *_ in PoolConfig(label=label).refusals("pool")] == ["pool.label"], label
+    for label in (None, "pool=engines", " pool = engines", "ray.io/accelerator-type=H100", "a=1", "a=" + 63 * "b"):
+        assert not [*PoolConfig(label=label).refusals("pool")], label
+
+
 def test_random_pools_have_lower_bounds_below_their_plans() -> None:
     chance = random.Random(5)
     arch, hf = architecture(MODELS["qwen3_moe"]), MODELS["qwen3_moe"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Optional
 
 from skyrl_mega.config.gpus import GPUS
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
+
+_NAME = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL = re.compile(rf"\s*([a-zA-Z0-9.-]{{1,253}}/)?{_NAME}\s*=\s*{_NAME}\s*")
+"""Labels `key=value` that Ray accepts for a node; a value such as `!x` or `in(x,y)` would select other nodes."""
 
 
 @dataclass
@@ -37,7 +42,7 @@ class PoolConfig:
     `ray.io/accelerator-type`. Nodes with the label hold engines only, and engines run only there."""
 
     def refusals(self, key: str) -> Refusals:
-        """Yields refusals of more network cards than GPUs, and of a label without key or value.
+        """Yields refusals of more network cards than GPUs, and of a label that no node can have.
 
         Args:
             key: Name of the pool, such as `cluster.pools.engines`.
@@ -45,9 +50,9 @@ class PoolConfig:
         if self.nics_per_node is not None and self.nics_per_node > self.gpus_per_node:
             why = f"allowed is at most {key}.gpus_per_node = {self.gpus_per_node}; count NICs of one GPU as one"
             yield f"{key}.nics_per_node", why
-        name, sign, value = (self.label or "a=b").partition("=")
-        if not (sign and name.strip() and value.strip()) or "=" in value or value.startswith("!"):
-            yield f"{key}.label", "allowed is key=value, such as pool=engines; or null"
+        if self.label is not None and not _LABEL.fullmatch(self.label):
+            why = "allowed is key=value of letters, digits and inner -, _ and ., such as pool=engines; or null"
+            yield f"{key}.label", why
 
 
 @dataclass
