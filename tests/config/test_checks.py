@@ -105,7 +105,15 @@ WRONG = [
     ),
     (
         "cluster.pools.engines.label=engines",
-        "cluster.pools.engines.label = engines: allowed is key=value, such as pool=engines; or null",
+        "cluster.pools.engines.label = engines: allowed is key=value of letters, digits and inner -, _ and ., such as",
+    ),
+    (
+        "cluster.pools.engines.label=pool=in(a,b)",
+        "cluster.pools.engines.label = pool=in(a,b): allowed is key=value of letters",
+    ),
+    (
+        "rollout.engines=0 rollout.endpoints=[{url:'http://127.0.0.1:1'}] cluster.pools.engines.nodes=1",
+        "rollout.engines = 0: no engine of the run uses the nodes of cluster.pools.engines; give",
     ),
     (
         "cluster.pools.engines.gpus_per_node=4 cluster.pools.engines.nics_per_node=8",

@@ -164,6 +164,9 @@ def check_endpoints(c: Config) -> Refusals:
     if not c.rollout.engines and c.cluster.shared:
         why = "rollout.engines = 0: no engine of the run shares the policy's GPUs"
         yield "cluster.shared", why, "give cluster.shared=false"
+    if not c.rollout.engines and not c.rollout.elastic.most and c.cluster.pools.engines is not None:
+        why = "no engine of the run uses the nodes of cluster.pools.engines"
+        yield "rollout.engines", why, "give cluster.pools.engines=null, or at least 1"
     if not c.rollout.endpoints:
         return
     ways = [entry.way for entry in entries(c.rollout.endpoints)]
