@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,8 @@ class Slot:
     """Reserved resources, `CPU`, `GPU` or the name of another Ray resource → number; {} reserves nothing."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of this place."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Ray labels of the node, if the strategy leaves the node to Ray."""
 
     def options(self) -> dict[str, Any]:
         """Returns the arguments of Ray's `.options()` that start an actor in this place: resources and scheduling
@@ -37,6 +39,7 @@ class Slot:
             "num_gpus": self.resources.get("GPU", 0),
             "resources": {name: count for name, count in self.resources.items() if name not in ("CPU", "GPU")},
             "scheduling_strategy": self.strategy,
+            **({"label_selector": dict(self.labels)} if self.labels else {}),
         }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.fleet import Fleet
@@ -24,6 +24,7 @@ from skyrl_mega.cluster.supervised_group import ALIVE, State
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.engines import check_endpoints
 from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.pools import label_of
 from skyrl_mega.config.refusals import raise_first
 from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.config.schema.endpoints import KINDS, entries
@@ -43,8 +44,19 @@ LOOK_EVERY_S = 1.0
 FAILED_STARTS = 3
 """Failed engines on a node after which no further engine starts there by itself."""
 
-Nodes = Mapping[str, tuple[str, int]]
-"""Ray's id of a node → address, and number of engines that the node offers."""
+
+class ListedNode(NamedTuple):
+    """A live node of the Ray cluster."""
+
+    address: str
+    engines: int
+    """Number of engines that the node offers: its units of `rollout.elastic.resource`."""
+    allowed: bool = True
+    """True if engines may run there: the node belongs to `cluster.pools.engines`, or there is no pool."""
+
+
+Nodes = Mapping[str, ListedNode]
+"""Ray's id of a node → the node."""
 
 
 @dataclass
@@ -67,6 +79,7 @@ class ElasticEngines:
         spec_at: Returns how to start an engine of the run in a place.
         gpus: GPUs of an engine; 0 on CPUs.
         nodes: Lists the nodes of the cluster (`listed_nodes`).
+        labels: Ray labels of the nodes for engines (`cluster.pools.engines`); None allows every node.
         endpoint_at: Returns how to use a server, an entry of `rollout.endpoints`, as an engine; raises UserError for an
             unusable server.
         say: Prints a line.
@@ -81,11 +94,13 @@ class ElasticEngines:
         gpus: int,
         *,
         nodes: Callable[[], Nodes],
+        labels: Mapping[str, str] | None = None,
         endpoint_at: Callable[[Mapping[str, str]], ActorSpec],
         say: Callable[[str], None],
     ) -> None:
         self.fleet, self.settings, self.inbox, self.spec_at, self.gpus = fleet, settings, inbox, spec_at, gpus
         self.nodes, self.endpoint_at, self.say = nodes, endpoint_at, say
+        self.labels = labels or {}
         self.first = len(fleet.states)
         """Rank of the first engine that joins."""
         self.by_node: dict[str, NodeEngines] = {}
@@ -180,11 +195,19 @@ class ElasticEngines:
 
     def _node_at(self, address: str) -> str:
         """Returns Ray's id of the node with an address, for a request."""
-        found = [node for node, (at, _) in self.nodes().items() if at == address]
+        nodes = {name: node for name, node in self.nodes().items() if node.allowed}
+        found = [name for name, node in nodes.items() if node.address == address]
         if not found:
-            known = ", ".join(sorted({at for at, _ in self.nodes().values()}))
-            raise UserError(f"the Ray cluster has no such node; allowed is one of {known}", key="--node", value=address)
+            known = ", ".join(sorted({node.address for node in nodes.values()})) or "none at present"
+            why = f"the Ray cluster has no such node{self._labelled}; allowed is one of {known}"
+            raise UserError(why, key="--node", value=address)
         return found[0]
+
+    @property
+    def _labelled(self) -> str:
+        """A phrase with the labels of the nodes for engines; "" if every node is allowed."""
+        labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
+        return f" with the label {labels} of cluster.pools.engines" if labels else ""
 
     def _follow_nodes(self) -> None:
         """Starts engines on nodes with the resource, and ends the engines of lost nodes."""
@@ -193,7 +216,11 @@ class ElasticEngines:
             node = self.fleet.group.where[rank].node
             if node and node not in nodes:
                 self.fleet.leave(rank, "its node left the cluster", 0.0)
-        for node, (address, offered) in nodes.items():
+        for node, (address, offered, allowed) in nodes.items():
+            if not allowed:
+                if offered:
+                    self._say_once(f"no engine starts on {address}: it is no node{self._labelled}")
+                continue
             engines = self.by_node.setdefault(node, NodeEngines())
             present = [rank for rank in engines.ranks if states[rank] in (*ALIVE, State.LEAVING)]
             failed = len({*engines.ranks} - {*present} - engines.removed)
@@ -210,7 +237,8 @@ class ElasticEngines:
 
         strategy = "DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=False)
         resources = {"CPU": 0.0, "GPU": float(self.gpus)} if self.gpus else {}
-        return Slot(strategy, {**resources, **({resource: 1.0} if resource else {})})
+        labels = self.labels if node is None else {}
+        return Slot(strategy, {**resources, **({resource: 1.0} if resource else {})}, labels=labels)
 
     def _table(self) -> list[Mapping[str, Any]]:
         """Returns rank, state and place of every engine, for the command."""
@@ -259,18 +287,20 @@ def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
     spec = engine_spec(setup)
     variables = environment(spec)
     gpus = engine_ranks(config.rollout) if setup.device == "cuda" else 0
+    labels = dict([label_of(config.cluster.pools.engines)]) if config.cluster.pools.engines else {}
     engines = ElasticEngines(
         fleet,
         settings,
         Inbox(setup.folder, setup.say),
         lambda slot: ActorSpec(VllmEngine, {"spec": spec}, slot, variables),
         gpus,
-        nodes=partial(listed_nodes, settings.resource),
+        nodes=partial(listed_nodes, settings.resource, labels),
+        labels=labels,
         endpoint_at=partial(endpoint_spec, setup),
         say=setup.say,
     )
     if settings.autoscale and settings.resource is not None:
-        ask_autoscaler(settings.resource, settings.most, gpus)
+        ask_autoscaler(settings.resource, settings.most, gpus, labels)
     engines.start()
     try:
         yield
@@ -304,22 +334,30 @@ def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
     return ActorSpec(ExternalEngine, {"spec": spec})
 
 
-def listed_nodes(resource: str | None) -> Nodes:
-    """Returns the live nodes of the Ray cluster, each with the number of engines that it offers: its units of the
-    resource; 0 without a resource."""
+def listed_nodes(resource: str | None, labels: Mapping[str, str]) -> Nodes:
+    """Returns the live nodes of the Ray cluster.
+
+    Args:
+        resource: Ray resource whose units are the engines that a node offers; None for no engine.
+        labels: Ray labels of the nodes where engines may run; {} allows every node.
+    """
     import ray
 
     return {
-        node["NodeID"]: (node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)) if resource else 0)
+        node["NodeID"]: ListedNode(
+            node["NodeManagerAddress"],
+            int(node["Resources"].get(resource, 0)) if resource else 0,
+            labels.items() <= node.get("Labels", {}).items(),
+        )
         for node in ray.nodes()
         if node["Alive"]
     }
 
 
-def ask_autoscaler(resource: str, engines: int, gpus: int) -> None:
+def ask_autoscaler(resource: str, engines: int, gpus: int, labels: Mapping[str, str] | None = None) -> None:
     """Asks Ray's autoscaler for nodes with room for a number of engines; replaces an earlier request, and 0 withdraws
-    it. A cluster without an autoscaler ignores the request."""
+    it. A cluster without an autoscaler ignores the request. `labels`: Ray labels of these nodes."""
     from ray.autoscaler.sdk import request_resources
 
     bundle = {resource: 1.0} | ({"GPU": gpus} if gpus else {})
-    request_resources(bundles=[bundle] * engines)
+    request_resources(bundles=[bundle] * engines, bundle_label_selectors=[dict(labels)] * engines if labels else None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.cluster.placement import Placement
+from skyrl_mega.cluster.placement import Placement, Slot
 from skyrl_mega.cluster.ray_session import ENVIRONMENT, session
 from skyrl_mega.config.schema import ClusterConfig, Config, PolicyConfig, RolloutConfig
 from skyrl_mega.config.schema.pools import PoolConfig, PoolsConfig
@@ -67,6 +67,8 @@ def test_engines_and_policy_get_the_nodes_of_their_kind(nodes: dict[str, str]) -
             for placement in (places.policy, places.engines):
                 assert placement is not None
                 placement.release()
+        anywhere = Placement((Slot("DEFAULT", {}, labels={"pool": "engines"}),) * 4)
+        assert nodes_of(anywhere) == [nodes["engines"]] * 4, "an engine that joins"
         other = PoolsConfig(engines=replace(POOL, label="pool=none"))
         config = replace(CONFIG, cluster=replace(CONFIG.cluster, device="cpu", pools=other))
         with pytest.raises(ClusterError, match="0 nodes of the Ray cluster have the label pool=none"):

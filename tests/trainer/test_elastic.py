@@ -22,7 +22,15 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.trainer.elastic import FAILED_STARTS, ElasticEngines, endpoint_spec, refuse_private_cluster
+from skyrl_mega.trainer.elastic import (
+    FAILED_STARTS,
+    ElasticEngines,
+    ListedNode,
+    ask_autoscaler,
+    endpoint_spec,
+    listed_nodes,
+    refuse_private_cluster,
+)
 from skyrl_mega.trainer.engine_requests import ANSWERS, FOLDER, FORMAT, MOST_BYTES, MOST_FILES, Inbox, read_state
 
 A, B = "a" * 56, "b" * 56
@@ -70,9 +78,9 @@ class Fleet:
 class Case:
     """Elastic engines with a fake fleet and fake nodes."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.fleet, self.lines, self.nodes = Fleet(), list[str](), dict[str, tuple[str, int]]()
-        self.nodes["own"] = "10.0.0.1", 0
+    def __init__(self, folder: Path, labels: Mapping[str, str] | None = None, **settings: Any) -> None:
+        self.fleet, self.lines, self.nodes = Fleet(), list[str](), dict[str, ListedNode]()
+        self.nodes["own"] = ListedNode("10.0.0.1", 0)
         any_fleet: Any = self.fleet
         self.folder = folder
         self.engines = ElasticEngines(
@@ -82,6 +90,7 @@ class Case:
             lambda slot: ActorSpec(dict, {}, slot),
             2,
             nodes=lambda: self.nodes,
+            labels=labels,
             endpoint_at=self.endpoint_at,
             say=self.lines.append,
         )
@@ -235,13 +244,13 @@ def test_files_that_are_no_requests_stay_and_are_named_once(tmp_path: Path) -> N
 
 def test_engines_come_and_go_with_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(tmp_path, resource="spot")
-    case.nodes[A] = "10.0.0.2", 2
+    case.nodes[A] = ListedNode("10.0.0.2", 2)
     case.look()
     case.look()
     slots = [spec.slot.options() for spec in case.fleet.specs if spec.slot]
     assert [slot["resources"] for slot in slots] == [{"spot": 1.0}] * 2
     assert all(slot["scheduling_strategy"].node_id == A and not slot["scheduling_strategy"].soft for slot in slots)
-    case.nodes[B] = "10.0.0.3", 2
+    case.nodes[B] = ListedNode("10.0.0.3", 2)
     case.look()
     assert len(case.fleet.specs) == 3, "at most rollout.elastic.most"
     del case.nodes[A]
@@ -255,9 +264,38 @@ def test_engines_come_and_go_with_their_nodes(tmp_path: Path, capsys: pytest.Cap
     assert len(case.fleet.specs) == 4, "a removed engine is not replaced"
 
 
+def test_engines_join_on_nodes_of_their_pool_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = {"pool": "engines"}
+    case = Case(tmp_path, labels, resource="spot")
+    listed = [
+        {"NodeID": name, "NodeManagerAddress": address, "Alive": True, "Resources": {"spot": 1.0}, "Labels": own}
+        for name, address, own in ((A, "10.0.0.2", {**labels, "x": "y"}), (B, "10.0.0.3", {"pool": "policy"}))
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: listed)
+    case.nodes |= listed_nodes("spot", labels)
+    case.nodes["own"] = ListedNode("10.0.0.1", 0, allowed=False)
+    case.look()
+    case.look()
+    (joined,) = case.fleet.specs
+    assert joined.slot and joined.slot.strategy.node_id == A
+    lines = [line for line in case.lines if "no engine starts on" in line]
+    assert lines == ["no engine starts on 10.0.0.3: it is no node with the label pool=engines of cluster.pools.engines"]
+    code, text = case.command(capsys, "add", "--node", "10.0.0.3")
+    assert code == 2 and "no such node with the label pool=engines of cluster.pools.engines" in text
+    assert "allowed is one of 10.0.0.2" in text
+    assert case.command(capsys, "add")[0] == 0
+    assert case.fleet.specs[-1].slot and case.fleet.specs[-1].slot.options()["label_selector"] == labels
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda **request: asked.append(request))
+    ask_autoscaler("spot", 2, 4, labels)
+    assert asked == [{"bundles": [{"spot": 1.0, "GPU": 4}] * 2, "bundle_label_selectors": [labels] * 2}]
+
+
 def test_a_node_whose_engines_fail_is_left_alone(tmp_path: Path) -> None:
     case = Case(tmp_path, resource="spot")
-    case.nodes[A] = "10.0.0.2", 1
+    case.nodes[A] = ListedNode("10.0.0.2", 1)
     for _ in range(FAILED_STARTS + 3):
         case.look()
         case.fleet.states[1:] = [State.GONE] * len(case.fleet.states[1:])
