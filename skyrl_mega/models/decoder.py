@@ -129,9 +129,13 @@ class Decoder:
     @cached_property
     def float32_tensors(self) -> frozenset[str]:
         """Hugging Face names of the tensors that stay in float32 in a model of any dtype."""
+        return frozenset(map(self.on_disk, self.float32_parameters))
+
+    @cached_property
+    def float32_parameters(self) -> frozenset[str]:
+        """vLLM's names of `float32_tensors`, each a parameter of its own."""
         layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
-        names = (name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
-        return frozenset(map(self.on_disk, names))
+        return frozenset(name for index, block in layers for name in block.float32_tensors(f"{MODEL}.layers.{index}"))
 
     @cached_property
     def frozen_tensors(self) -> frozenset[str]:

@@ -57,7 +57,7 @@ class ShardBuilder:
     ) -> None:
         """Declares that the box of `tensor` with this start and shape lies at `offset` of the parameter, which has as
         many dimensions."""
-        self._pieces.append(Piece(tensor, self._box(start, shape), param, offset))
+        self._pieces.append(Piece(self._on_disk(tensor), self._box(start, shape), param, offset))
 
     def whole(self, param: str, tensor: str) -> None:
         """Declares a new local parameter with the tensor's shape, filled by the whole tensor. Raises KeyError for an

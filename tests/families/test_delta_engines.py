@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from skyrl_mega.engines.vllm.spec import arguments, environment
 from skyrl_mega.models.char_tokenizer import write_tokenizer
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.telemetry.metrics import read
@@ -51,6 +54,34 @@ def test_engines_are_as_close_as_bfloat16_and_hold_a_fresh_loads_weights_after_e
         decays = {tensor for tensor in result.dtypes if tensor.endswith(DECAY)}
         assert decays == architecture(hf).describe(hf).engine_float32
         assert {result.dtypes[tensor] for tensor in decays} == {torch.float32}
+
+
+def two_workers(rank: int, address: str, folder: Path, name: str) -> tuple[tuple[float, float], list[list[list[str]]]]:
+    """Loads an engine of two workers by vLLM's own loader. Returns the rounding errors, and the parameters of each
+    worker unlike our boxes of the same files, and of other files."""
+    paths = [folder / f"{name}-{seed}-bfloat16" for seed in SEEDS]
+    spec = engines._spec(paths[0], "bfloat16", weights="auto")
+    extension = {"worker_extension_cls": "tests.support.compared.FileComparison"}
+    spec = replace(spec, rollout=replace(engines.ROLLOUT, tensor=2), extra=extension)
+    os.environ |= environment(spec)
+    from vllm import LLM
+
+    llm = LLM(**arguments(spec))
+    errors = engines.rounding_errors(paths[0], engines.ask(llm))
+    return errors, [llm.collective_rpc("unlike_files", args=(str(path),)) for path in paths]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DELTA_ENGINES)
+def test_two_workers_hold_the_parts_that_vllm_cuts_itself(name: str, models: Path) -> None:
+    [((engine, other), [same, different])] = run_ranks(1, two_workers, models, name, timeout=400)
+    assert 0 < engine < 2 * other
+    assert same == [[], []]
+    for names in different:
+        assert {"conv1d.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias"} <= {
+            name.partition("linear_attn.")[2] for name in names
+        }
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from skyrl_mega.models.registry import ARCHITECTURES, architecture
 GROUPED = [
     name
     for name in ARCHITECTURES
-    if name in CONFIG_MAPPING and name != "gpt_oss" and "kv_lora_rank" not in CONFIG_MAPPING[name].__dataclass_fields__
+    if name in CONFIG_MAPPING and name != "gpt_oss"
+    if not {"kv_lora_rank", "text_config"} & {*CONFIG_MAPPING[name].__dataclass_fields__}
 ]
-"""Families with grouped-query attention; `test_latent` has the keys of latent attention, `test_gpt_oss` its own."""
+"""Families with grouped-query attention; `test_latent` has the keys of latent attention, `test_gpt_oss` its own, and a
+family with `text_config` those of its text model."""
 GIVEN = {
     "hidden_size": 4096,
     "num_attention_heads": 64,

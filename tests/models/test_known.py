@@ -80,6 +80,10 @@ PARAMETERS = {
     "Qwen2-57B-A14B-Instruct": 57_408_658_944,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "Qwen3-Next-80B-A3B-Thinking": 79_674_391_296,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen3.5-35B-A3B-Base": 34_660_610_688,
+    "Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen3.5-397B-A17B": 396_346_350_336,
 }
 """Parameters of each checkpoint: as counted by the Hugging Face hub, and for mixtures of experts other than Qwen3's as
 counted by transformers, which counts neither correction biases (a buffer) nor multi-token-prediction layers; of Qwen3.5

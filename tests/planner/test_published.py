@@ -32,6 +32,11 @@ KIMI = (
     *("policy.layout.expert=64", "policy.layout.first_stage_layers=16", "policy.layout.last_stage_layers=15"),
 )
 GLM = ("cluster.nodes=16", "policy.layout.tensor=8", "policy.layout.pipeline=4", "policy.layout.expert=32")
+QWEN3_5 = (
+    *("cluster.nodes=16", "policy.optimizer.streamed=true", "policy.layout.tensor=2", "policy.layout.pipeline=8"),
+    *("policy.layout.expert=8", "policy.layout.first_stage_layers=6", "policy.layout.last_stage_layers=6"),
+    *("policy.recompute=full", "policy.micro_tokens=4096"),
+)
 H200 = "cluster.gpu_memory_gib=139.8"
 
 
@@ -47,6 +52,7 @@ CASES = {
     "DeepSeek-V3, H100, 8 × TP8 DP4 EP32": ("DeepSeek-V3", (*DEEPSEEK, *engines(8, 8, 4))),
     "Kimi-K2, H100, 4 × TP8 DP8 EP64": ("Kimi-K2-Instruct", (*KIMI, *engines(4, 8, 8))),
     "GLM-4.5, H100, 8 × TP16": ("GLM-4.5", (*GLM, *engines(8, 16))),
+    "Qwen3.5-397B, H100, 4 × TP8 DP4 EP32": ("Qwen3.5-397B-A17B", (*QWEN3_5, *engines(4, 8, 4))),
     "GLM-4.5, H200, 16 × TP8": ("GLM-4.5", (*GLM, *engines(16, 8), H200)),
 }
 """Model and settings of `configs/dapo.yaml` for it."""
@@ -61,7 +67,7 @@ DEEPSEEK_V3 = architecture(known("DeepSeek-V3")).describe(known("DeepSeek-V3"))
 
 
 def settings(model: str, given: tuple[str, ...]) -> Config:
-    return compose(RECIPE, [*overrides(model, given), "policy.micro_tokens=16384"])
+    return compose(RECIPE, ["policy.micro_tokens=16384", *overrides(model, given)])
 
 
 @pytest.mark.parametrize(("model", "given"), CASES.values(), ids=CASES)

@@ -20,6 +20,8 @@ from skyrl_mega.planner.times import decoding, mean_concurrency
 
 STATES: Mapping[str, tuple[int, int, int]] = {
     "Qwen3-Next-80B-A3B-Instruct": (36, 12, 32),
+    "Qwen3.5-35B-A3B": (30, 10, 32),
+    "Qwen3.5-397B-A17B": (45, 15, 64),
 }
 """Model → layers with states, layers with full attention, value heads of a state; 16 key heads, all 128 wide."""
 

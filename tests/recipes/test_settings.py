@@ -38,6 +38,7 @@ LAYOUT = {
 OTHER_MODELS = {
     "dapo_glm_4_5_air": ("dapo", set[str]()),
     "dapo_gpt_oss_20b": ("dapo", {"rollout.options.enable_expert_parallel"}),
+    "dapo_qwen3_5": ("dapo", set[str]()),
     # Moonlight is made for 8,192 tokens.
     "dapo_moonlight": ("dapo", {"rollout.sampling.max_tokens", "algorithm.overlong.buffer"}),
     "searchr1_glm_4_5_air": ("searchr1_30b", set[str]()),

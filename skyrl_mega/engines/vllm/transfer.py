@@ -79,7 +79,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The shard's weights from a store of weight files; None before the first fetch."""
         self.report: dict[str, float] = {}
         hf = self.model_config.hf_config.to_dict()
-        float32 = architecture(hf).describe(hf).float32_tensors
+        float32 = architecture(hf).describe(hf).float32_parameters
         self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype, float32)
         if self.device.type == "cuda":  # the engine's process stays near all of its GPUs, a worker near its own
             numa.bind(numa.visible_devices()[self.device.index : self.device.index + 1])

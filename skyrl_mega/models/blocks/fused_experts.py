@@ -121,14 +121,14 @@ class FusedExperts(Experts):
         else:
             names = [[f"{prefix}.local_experts.{i}.{name}" for name in PARAMS] for i in range(count)]
         for local, params in enumerate(names):
-            self._expert_pieces(b, params, f"{source}.mlp.experts", place.coords.ep * count + local)
+            self._biased_pieces(b, params, f"{source}.mlp.experts", place.coords.ep * count + local)
 
     def _megatron_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the declared shapes of weight and bias of both layers of an expert; gate rows precede up rows."""
         hidden, width = self.hidden, self.width
         return (1, 2 * width, 1, hidden), (1, 2 * width, 1), (1, hidden, width), (1, hidden)
 
-    def _expert_pieces(self, b: ShardBuilder, params: Sequence[str], experts: str, expert: int) -> None:
+    def _biased_pieces(self, b: ShardBuilder, params: Sequence[str], experts: str, expert: int) -> None:
         """Adds weight and bias of both layers of an expert, called `params`."""
         for param, shape in zip(params, self._megatron_shapes(), strict=True):
             b.param(param, *shape)
