@@ -18,6 +18,7 @@ from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.external.actor import ExternalEngine
 from skyrl_mega.engines.external.open import ExternalSpec, _check, check_servers, specs
 from skyrl_mega.engines.external.server import NewTokens, ServerAddress, ServerFacts, ServerRefused
+from skyrl_mega.engines.external.vllm import PLUGIN, VllmServer
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.weights.members import DIRECTORY
 from tests.support.sglang_server import Bigrams, SglangStandIn, sglang_server
@@ -211,6 +212,40 @@ def test_a_server_for_shorter_sequences_is_refused() -> None:
         config = config_of(f"rollout.endpoints=[{{url: '{url}', kind: sglang}}]", "rollout.max_length=4096")
         with pytest.raises(UserError, match="takes 128 tokens, and rollout's limits allow 4096"):
             check_servers(config, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("device", "plugin", "reloads"), [("cpu", False, False), ("cpu", True, True), ("cuda", False, True)]
+)
+def test_the_facts_of_a_vllm_server_are_those_of_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, device: str, plugin: bool, reloads: bool
+) -> None:
+    """Gives the answers of vLLM 0.32, in the form in which it writes its configuration as JSON."""
+    answers = {
+        "/v1/models": {"data": [{"max_model_len": 64}]},
+        "/get_world_size": {"world_size": 2},
+        "/server_info?config_format=json": {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
+                "parallel_config": {"worker_extension_cls": PLUGIN if plugin else ""},
+                "weight_transfer_config": {"backend": "skyrl_mega"} if plugin else None,
+                "cache_config": {"kv_cache_size_tokens": 4096},
+                "device_config": {"device_type": device},
+            }
+        },
+    }
+
+    async def get(path: str) -> Any:
+        return answers[path]
+
+    async def knows(vocab: int) -> bool:
+        return vocab == VOCAB
+
+    server = VllmServer(ServerAddress("http://127.0.0.1:1"))
+    monkeypatch.setattr(server, "get", get)
+    monkeypatch.setattr(server, "_knows_exactly", knows)
+    facts = asyncio.run(server.describe(VOCAB))
+    assert facts == ServerFacts(64, VOCAB, "float32", 4096, 2, plugin, reloads)
 
 
 def test_a_server_that_computes_in_another_type_is_refused() -> None:
