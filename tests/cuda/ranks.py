@@ -112,7 +112,7 @@ def build_rank(case: Case, rank: int) -> Built:
         shard = architecture(case.hf).megatron_shard(case.hf, case.parallel, rank, case.spec)  # type: ignore[arg-type]
         local = cut(shard, case.gradients)
         for name, p in trained.items():
-            p.main_grad.copy_(local[name].nan_to_num(0.0))  # type: ignore[attr-defined]
+            p.main_grad.copy_(local[name].nan_to_num(0.0).view(p.shape))  # type: ignore[attr-defined]
         names = {p: name for name, p in trained.items()}
         for part in optimizer.chained_optimizers:
             part._copy_model_grads_to_main_grads()

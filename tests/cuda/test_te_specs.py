@@ -55,10 +55,16 @@ PAIRS = [
     *(("qwen2_tied", layout) for layout in ("one", "dp2", "tp2", "pp2", "pp2 vpp2", "pp3 of 1 2 1")),
     *(("qwen3", layout) for layout in ("tp2", "pp2")),
     *(("llama", layout) for layout in ("one", "tp2")),
-    *((family, layout) for family in FAMILIES for layout in ("one", "tp2", "tp2 ep2", "ep2", "pp2")),
+    *(
+        (family, layout)
+        for family in FAMILIES
+        for layout in ("one", "tp2", "tp2 ep2", "ep2", "pp2")
+        if (family, layout) != ("gpt_oss", "tp2")  # experts with biases are not split by columns
+    ),
     *((family, "cp2 ep2") for family in ("glm4_moe", "deepseek_v3")),
 ]  # fmt: skip
 EVERY_CHANGE = {
+    ("gpt_oss", "tp2 ep2"),
     ("qwen3_moe", "one"),
     ("qwen3_moe", "tp2 ep2"),
     ("qwen3_moe", "cp2 ep2"),
@@ -115,7 +121,10 @@ def test_names_shapes_and_order(built: dict[Key, list[Built]], model: str, layou
     hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
     for rank, rank_built in enumerate(built[model, layout, spec]):
         shard = architecture(hf).megatron_shard(hf, parallel, rank, spec)
-        assert list(rank_built.params.items()) == list(shard.params.items())
+        assert list(rank_built.params) == list(shard.params)
+        for name, shape in rank_built.params.items():
+            declared = shard.params[name]  # a shape of other dimensions has the same elements in order
+            assert declared == shape or (len(declared) != len(shape) and math.prod(declared) == math.prod(shape)), name
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
@@ -215,8 +224,9 @@ def place(at: RankCoords, name: str) -> tuple[Any, ...]:
 def test_the_sharded_state_covers_every_tensor_once(built: dict[Key, list[Built]], model: str, layout: str) -> None:
     """Checks the stored elements of Transformer Engine's layers in megatron-core's sharded state, over all storing
     ranks."""
-    if "linear_num_key_heads" in MORE_MODELS[model] and MORE_LAYOUTS[layout].tensor > 1:
-        pytest.skip("a gated delta net has no sharded state in megatron-core's format; nothing of the project reads it")
+    own_modules = "linear_num_key_heads" in MORE_MODELS[model] or model == "gpt_oss"
+    if own_modules and MORE_LAYOUTS[layout].tensor > 1:
+        pytest.skip("delta nets and sinks have no sharded state in megatron-core's format; the project reads none")
     covered: dict[str, np.ndarray] = {}
     for rank_built in built[model, layout, "te"]:
         for key, whole, offset, local, stores in rank_built.stored:

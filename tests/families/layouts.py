@@ -150,8 +150,10 @@ def joined_weights(hf: Hf, parallel: ParallelDims, ranks: list[RankResults]) -> 
     """Returns the Hugging Face tensors of all ranks' parameters. Replicas must agree bit by bit."""
     tensors = {name: np.full(shape, np.nan, np.float32) for name, shape in architecture(hf).tensors(hf).items()}
     for number, rank in enumerate(ranks):
-        for piece in architecture(hf).megatron_shard(hf, parallel, number, "local").pieces:
-            into, local = tensors[piece.tensor][piece.box.slices()], rank.weights[piece.param][_local(piece)]
+        shard = architecture(hf).megatron_shard(hf, parallel, number, "local")
+        for piece in shard.pieces:
+            weights = rank.weights[piece.param].reshape(shard.params[piece.param])
+            into, local = tensors[piece.tensor][piece.box.slices()], weights[_local(piece)]
             assert (np.isnan(into) | (into == local)).all(), piece
             into[...] = local
     assert not [name for name, values in tensors.items() if np.isnan(values).any()]

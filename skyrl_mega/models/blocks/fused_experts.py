@@ -113,11 +113,13 @@ class FusedExperts(Experts):
         b.whole(f"{target}.{MEGATRON_ROUTER_BIAS}", f"{source}.mlp.router.bias")
         count, prefix = self.count // place.parallel.expert, f"{target}.mlp.experts"
         if place.spec == "te":
-            # A grouped layer holds all experts' weights, then all their biases, before the next grouped layer.
+            # A grouped layer holds every expert's weight and bias in turn, before the next grouped layer.
             names = [[f"{prefix}.{name}{i}" for name in PARAMS] for i in range(count)]
-            for column, shape in enumerate(self._megatron_shapes()):
+            shapes = self._megatron_shapes()
+            for columns in ((0, 1), (2, 3)):
                 for expert in names:
-                    b.param(expert[column], *shape)
+                    for column in columns:
+                        b.param(expert[column], *shapes[column])
         else:
             names = [[f"{prefix}.local_experts.{i}.{name}" for name in PARAMS] for i in range(count)]
         for local, params in enumerate(names):
