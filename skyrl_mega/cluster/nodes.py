@@ -62,6 +62,24 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     return sorted(nodes, key=lambda n: by_address(n.address, n.id))
 
 
+def missing_kind(labels: Sequence[Mapping[str, str]], count: int, pool: tuple[str, str, int] | None) -> str:
+    """Returns a phrase with the kind of nodes that is missing among nodes with these labels; "" if none is missing.
+
+    Args:
+        labels: The labels of each node.
+        count: Number of nodes needed, of both kinds together.
+        pool: Key and value of a label, and the number of nodes needed with the label; the other nodes needed are
+            without. None if all nodes are of one kind.
+    """
+    if pool is None:
+        return ""
+    key, value, wanted = pool
+    inside = sum(own.get(key) == value for own in labels)
+    kinds = (("with", inside, wanted), ("without", len(labels) - inside, count - wanted))
+    missing = [f"{there} of {needed} {word} the label {key}={value}" for word, there, needed in kinds if there < needed]
+    return " and ".join(missing)
+
+
 def responding_nodes(without: str | None = None) -> list[Node]:
     """Returns the nodes with CPUs whose Ray process accepts a connection, sorted by address; Ray's own list may still
     contain dead nodes. Nodes with the Ray resource `without` are left out."""

@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import CACHE, compile_cache, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.cluster.nodes import Node, UnavailableNodes, lost_since, try_probe
+from skyrl_mega.cluster.nodes import Node, UnavailableNodes, lost_since, missing_kind, try_probe
 from skyrl_mega.cluster.temporary_files import temporary_folder
 from skyrl_mega.common.errors import UserError
 
@@ -57,6 +57,7 @@ def session(
     actors: int,
     gpus: int = 0,
     nodes: int = 1,
+    pool: tuple[str, str, int] | None = None,
     timeout_s: float = 600.0,
     say: Callable[[str], None] = _to_stderr,
     log_level: int = logging.ERROR,
@@ -73,6 +74,8 @@ def session(
         gpus: GPUs of the private cluster.
         nodes: Number of nodes of a joined cluster to wait for; only nodes with GPUs count if `gpus` is set. With
             `actors`, also waits until every listed node answers, at most `NOTICE_S` after a node became silent.
+        pool: Key and value of a label and the number of nodes, among `nodes`, that must have it; None if all nodes are
+            of one kind.
         timeout_s: Time limit of this wait in seconds; for the private cluster, time limit for another attempt to start.
         say: Prints the nodes still missing.
         log_level: Level of Ray's own messages on this terminal.
@@ -98,7 +101,7 @@ def session(
             stack.callback(ray.shutdown)
             _join(address, common)
             notice_s = NOTICE_S if actors else 0.0
-            before = _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus), notice_s=notice_s)
+            before = _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus), pool=pool, notice_s=notice_s)
             stack.enter_context(_naming_lost_nodes(before))
         else:
             folder = stack.enter_context(_guarded_folder())
@@ -254,15 +257,22 @@ def _check_address(address: str) -> None:
 
 
 def _wait_for_nodes(
-    count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool, notice_s: float = 0.0
+    count: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+    *,
+    gpus: bool,
+    pool: tuple[str, str, int] | None = None,
+    notice_s: float = 0.0,
 ) -> UnavailableNodes:
-    """Waits until `count` nodes for actors respond; returns the unavailable nodes.
+    """Waits until `count` nodes for actors respond, with those of `pool`; returns the unavailable nodes.
 
     Args:
         count: Number of nodes.
         timeout_s: Time limit in seconds.
         say: Prints the nodes still missing.
         gpus: Only nodes with GPUs count.
+        pool: As of `session`.
         notice_s: Seconds to wait for a silent node: Ray lists a dead node for a while, and placements there fail. After
             this time the decision is left to Ray.
 
@@ -289,8 +299,11 @@ def _wait_for_nodes(
         named = (("", usable), ("without GPUs: ", without), ("listed, but without an answer: ", missing.silent))
         if parts := [f"{words}{_addresses(group)}" for words, group in named if group]:
             present += f": {'; '.join(parts)}"
+        if lacking := missing_kind([node.labels for node in usable], count, pool):
+            present += f"; {lacking}"
+        enough = len(usable) >= count and not lacking
         late, noticed = now - started > timeout_s, all(now - since > notice_s for since in silent_since.values())
-        if len(usable) >= count and (late or noticed):
+        if enough and (late or noticed):
             if missing.silent:
                 say(f"{present}; Ray still lists the silent nodes, and the run starts without waiting for them")
             return missing
@@ -298,7 +311,7 @@ def _wait_for_nodes(
             raise NodesMissing(f"{present}; the others did not join within {timeout_s:g} s")
         if present != last_message:
             last_message = present
-            say(f"{present}; waiting for {'the others' if len(usable) < count else 'Ray to drop the silent nodes'}")
+            say(f"{present}; waiting for {'Ray to drop the silent nodes' if enough else 'the others'}")
         time.sleep(0.5)
 
 

@@ -32,6 +32,13 @@ def total_nodes(config: Config) -> int:
     return config.cluster.nodes + (0 if pool is None else pool.nodes)
 
 
+def labelled_nodes(config: Config) -> tuple[str, str, int] | None:
+    """Returns key and value of the label of the pool's nodes, and their number; None without a pool. The other nodes of
+    `total_nodes` have another label or none."""
+    pool = config.cluster.pools.engines
+    return None if pool is None else (*label_of(pool), pool.nodes)
+
+
 def gpus_by_kind(config: Config) -> dict[str, int]:
     """Returns name → number of GPUs of each kind of nodes: `policy`, and `engines` with a pool."""
     cluster, pool = config.cluster, config.cluster.pools.engines

@@ -13,8 +13,8 @@ from typing import Any
 
 from skyrl_mega.cluster.calls import describe
 from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.cluster.nodes import worker_nodes
-from skyrl_mega.config.pools import engine_cluster, label_of, total_nodes
+from skyrl_mega.cluster.nodes import missing_kind, worker_nodes
+from skyrl_mega.config.pools import engine_cluster, label_of, labelled_nodes, total_nodes
 from skyrl_mega.config.schema import Config, TopologyConfig
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
@@ -113,8 +113,7 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
         gathered, errors = probes.call("gather", dict.fromkeys(names, ()), timeout + START_S)
         findings = [NodeProblem(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
         needed = needed_nodes(nodes, config, device)
-        if len(needed) < (wanted := total_nodes(config)):
-            text = f"Ray has {len(needed)} nodes, cluster.nodes wants {wanted}; start the others, or give fewer nodes"
+        if text := _missing_nodes([node for node in nodes if node.name in needed], config):
             findings.insert(0, NodeProblem("cluster", "answers", "bad", text))
         facts = _by_kind(gathered, findings)
         findings += versions.check(facts["versions"])
@@ -156,6 +155,14 @@ def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> s
     if device != "cuda" or len(with_gpus) < total_nodes(config):
         return {node.name for node in nodes}
     return with_gpus
+
+
+def _missing_nodes(nodes: Sequence[ClusterNode], config: Config) -> str:
+    """Returns a sentence if there are too few nodes for the run, or too few of a kind; else ""."""
+    if len(nodes) < (wanted := total_nodes(config)):
+        return f"Ray has {len(nodes)} nodes, cluster.nodes wants {wanted}; start the others, or give fewer nodes"
+    lacking = missing_kind([node.labels for node in nodes], wanted, labelled_nodes(config))
+    return f"Ray has {lacking}; start the others, or change cluster.pools.engines" if lacking else ""
 
 
 def cluster_nodes() -> list[ClusterNode]:

@@ -24,7 +24,7 @@ from skyrl_mega.config.derived import (
     reference_ranks,
 )
 from skyrl_mega.config.drafts import draft_method
-from skyrl_mega.config.pools import total_nodes
+from skyrl_mega.config.pools import labelled_nodes, total_nodes
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.data.order import PromptStream
@@ -195,7 +195,8 @@ def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
     actors = trained + config.rollout.engines * engine_ranks(config.rollout) + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
     nodes, limit = total_nodes(config), config.cluster.start_timeout_s
-    return session(actors=actors, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say)
+    pool = labelled_nodes(config)
+    return session(actors=actors, gpus=gpus, nodes=nodes, pool=pool, timeout_s=limit, say=console.say)
 
 
 def generator_of(

@@ -67,6 +67,22 @@ def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatc
     ray_session._wait_for_nodes(1, 0.0, messages.append, gpus=True)
 
 
+def test_nodes_of_both_kinds_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists three nodes of the policy's kind: a run of two and a node of the pool must wait for the pool's node."""
+    listed = nodes_of(8, 8, 8)
+    monkeypatch.setattr("ray.nodes", lambda: listed)
+    monkeypatch.setattr(nodes, "silent_nodes", lambda nodes: [])
+    messages: list[str] = []
+    pool = ("pool", "engines", 1)
+    with pytest.raises(NodesMissing, match="; 0 of 1 with the label pool=engines; the others did not join within 0 s"):
+        ray_session._wait_for_nodes(3, 0.0, messages.append, gpus=True, pool=pool)
+    listed[0]["Labels"] = {"pool": "engines"}
+    ray_session._wait_for_nodes(3, 0.0, messages.append, gpus=True, pool=pool)
+    listed[1]["Labels"] = {"pool": "engines"}
+    with pytest.raises(NodesMissing, match="; 1 of 2 without the label pool=engines; the others"):
+        ray_session._wait_for_nodes(3, 0.0, messages.append, gpus=True, pool=pool)
+
+
 def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     listening_node = Node("a", "127.0.0.1", port=listener.getsockname()[1])
     dead = Node("b", "127.0.0.1", port=unused())

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from skyrl_mega.cli.preflight import main
 from skyrl_mega.cli.train import main as launch
 from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig, TopologyConfig
+from skyrl_mega.config.schema.pools import PoolConfig, PoolsConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions
 from skyrl_mega.preflight.finding import NodeProblem, main_group, most_common
 from skyrl_mega.preflight.network import ExpectedRate, Listener, PairRate
-from skyrl_mega.preflight.preflight import ClusterNode, needed_nodes
+from skyrl_mega.preflight.preflight import ClusterNode, _missing_nodes, needed_nodes
 from skyrl_mega.preflight.probe import Probe, ProbeSettings, bounded
 from skyrl_mega.preflight.report import PreflightReport
 
@@ -333,3 +334,14 @@ def test_nodes_without_gpus_need_none_where_there_are_enough_others() -> None:
     assert needed_nodes(nodes, config, "cpu") == {"a", "b", "c"}
     config.cluster.nodes = 3
     assert needed_nodes(nodes, config, "cuda") == {"a", "b", "c"}, "and what is wrong with the third one is found"
+
+
+def test_a_missing_node_of_the_pool_is_named_although_the_number_is_right() -> None:
+    pool = PoolsConfig(engines=PoolConfig(nodes=1, label="pool=engines"))
+    config = Config(cluster=ClusterConfig(nodes=1, pools=pool))
+    policy, engines = ClusterNode("a", "a", "a"), ClusterNode("b", "b", "b", labels={"pool": "engines"})
+    assert "0 of 1 with the label pool=engines" in _missing_nodes([policy, policy], config)
+    assert "0 of 1 without the label pool=engines" in _missing_nodes([engines, engines], config)
+    assert _missing_nodes([policy], config).startswith("Ray has 1 nodes") and not _missing_nodes(
+        [policy, engines], config
+    )
