@@ -15,7 +15,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed
 from skyrl_mega.common.terminal import one_line
 from skyrl_mega.config.command import DONE, WRONG_INPUT, Parser, guarded, integer, path_of, real
-from skyrl_mega.trainer.engine_requests import MOST_ENGINES, EngineRequest, new_id, read_state, send
+from skyrl_mega.trainer.engine_requests import MOST_ENGINES, EngineRequest, has_ended, new_id, read_state, send
 
 WAIT_S = 60.0
 """Default seconds to wait for the run's answer."""
@@ -97,8 +97,11 @@ def _parser() -> Parser:
 
 
 def _listed(run: Path) -> str:
-    """Returns the engines of a run as lines: rank, state, node, and since when."""
-    engines = read_state(run).get("engines")
+    """Returns the engines of a run as lines: rank, state, node, and since when; a sentence if the run has ended."""
+    state = read_state(run)
+    if has_ended(state):
+        return "the run has ended, and its engines with it"
+    engines = state.get("engines")
     rows = [["engine", "state", "node", "since"], *map(_row, engines if isinstance(engines, list) else [])]
     return "\n".join(aligned(rows, left=4))
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,10 +116,13 @@ class ElasticEngines:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and waits at most ten times `LOOK_EVERY_S` for the present look. The engines stay."""
+        """Ends the thread, and waits at most ten times `LOOK_EVERY_S` for the present look. The engines stay, but the
+        command no longer lists them."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10 * LOOK_EVERY_S)
+        with suppress(OSError):  # a full disk must not replace the run's own end
+            self.inbox.write([], self.settings.most)
 
     @property
     def joined(self) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import secrets
 import stat
@@ -170,11 +171,25 @@ class Inbox:
             engines: Rank, state and place of every engine.
             most: `rollout.elastic.most`.
         """
-        state = {"format": FORMAT, "most": most, "engines": engines, "answers": self.answers}
+        driver = {"host": platform.node(), "pid": os.getpid()}
+        state = {"format": FORMAT, "most": most, "driver": driver, "engines": engines, "answers": self.answers}
         text = json.dumps(state, indent=1)
         if text != self._written:
             _write(self.folder / STATE, text)
             self._written = text
+
+
+def has_ended(state: Mapping[str, Any]) -> bool:
+    """Returns True if the driver that wrote a state has ended. A driver on another machine counts as running until it
+    writes a state without engines at its end.
+
+    Args:
+        state: Result of `read_state`.
+    """
+    driver = state.get("driver")
+    host, pid = (driver.get("host"), driver.get("pid")) if isinstance(driver, dict) else (None, None)
+    gone = host == platform.node() and type(pid) is int and not Path(f"/proc/{pid}").exists()
+    return gone or not state.get("engines")
 
 
 def read_state(run: Path) -> dict[str, Any]:

@@ -147,6 +147,20 @@ def test_the_command_adds_removes_and_lists(tmp_path: Path, capsys: pytest.Captu
     assert sorted(os.listdir(tmp_path / FOLDER)) == ["state.json"], "requests are gone"
 
 
+def test_the_engines_of_an_ended_run_are_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(tmp_path)
+    assert main(["list", str(tmp_path)]) == 0 and "serving" in capsys.readouterr().out
+    state = tmp_path / FOLDER / "state.json"
+    running = json.loads(state.read_text())
+    state.write_text(json.dumps({**running, "driver": {**running["driver"], "pid": 2**22 + 1}}))  # above Linux's limit
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "the run has ended, and its engines with it\n", "it was killed"
+    state.write_text(json.dumps(running))
+    case.engines.close()
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "the run has ended, and its engines with it\n"
+
+
 def test_a_server_joins_with_its_key_and_its_way_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(tmp_path)
     words = ["--endpoint", "https://a", "--kind", "sglang", "--sync", "directory", "--token-env", "KEY"]
