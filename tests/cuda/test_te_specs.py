@@ -61,7 +61,7 @@ PAIRS = [
         for layout in ("one", "tp2", "tp2 ep2", "ep2", "pp2")
         if (family, layout) != ("gpt_oss", "tp2")  # experts with biases are not split by columns
     ),
-    *((family, "cp2 ep2") for family in ("glm4_moe", "deepseek_v3")),
+    *((family, "cp2 ep2") for family in ("glm4_moe", "deepseek_v3", "gpt_oss")),
 ]  # fmt: skip
 EVERY_CHANGE = {
     ("gpt_oss", "tp2 ep2"),
