@@ -78,8 +78,15 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._run_forever, name="rollouts", daemon=True)
         self._thread.start()
+
+    def _run_forever(self) -> None:
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # raised by user code; the task that awaits the code gets it
+                continue
 
     def __enter__(self) -> Self:
         return self

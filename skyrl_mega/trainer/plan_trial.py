@@ -5,21 +5,28 @@ Without a trial, a wrong name or a wrong order appears only in the first step, a
 
 from __future__ import annotations
 
-import traceback
 from array import array
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from io import StringIO
 
-from skyrl_mega.common import imports
+from skyrl_mega.common import imports, trials
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trainer.step_plan import KEY, HandedOut, PartOrder, PlanFault, StepFunction, StepPlan, step_function
+from skyrl_mega.trainer.step_plan import (
+    KEY,
+    HandedOut,
+    PartOrder,
+    PlanFault,
+    StepFunction,
+    StepPlan,
+    checked_metrics,
+    step_function,
+)
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
 
 STEPS = (1, 2, 3, 50)
@@ -42,7 +49,7 @@ class TrialPlan:
     """
 
     def __init__(self, config: Config, number: int, handed_out: HandedOut, *, empty: bool) -> None:
-        self.run, self.config, self.number, self.empty = _RunProbe(), config, number, empty
+        self.run, self.config, self.empty = _RunProbe(), config, empty
         self.step = Step(number, Console(StringIO()))
         self._order = PartOrder(config, handed_out)
 
@@ -50,6 +57,11 @@ class TrialPlan:
     def generated(self) -> int:
         """Number of calls of `generate`."""
         return self._order.generated
+
+    @property
+    def number(self) -> int:
+        """Number of the step."""
+        return self.step.number
 
     def generate(self) -> list[Group]:
         """Returns a group of each of two prompts."""
@@ -74,10 +86,7 @@ class TrialPlan:
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Checks that the metrics are numbers by name."""
-        for name, value in metrics.items():
-            if not isinstance(name, str) or not isinstance(value, int | float):
-                raise PlanFault(f"record is given {shown({name: value})}; allowed are names with numbers")
-        self.step.record(dict(metrics))
+        self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
         """Checks the order."""
@@ -91,8 +100,8 @@ def check(config: Config) -> None:
     variables of the module is not seen by the run.
 
     Raises:
-        UserError: The function cannot be imported, raises, names a part that does not exist, calls the parts in an
-            impossible order, or generates nothing.
+        UserError: The function cannot be imported, raises, does not end, names a part that does not exist, calls the
+            parts in an impossible order, or generates nothing.
     """
     if config.run.loop is None:
         return
@@ -105,27 +114,31 @@ def _try(function: StepFunction, config: Config, path: str) -> None:
     for number in STEPS:
         plan = TrialPlan(config, number, handed_out, empty=number == STEPS[-1])
         try:
-            function(plan)  # type: ignore[arg-type]
+            with trials.limited():
+                function(plan)  # type: ignore[arg-type]
         except _NotRunnableHere:
             return
         except UserError:
             raise
-        except Exception as error:
-            raise _refusal(error, path) from error
+        except trials.FAULTS as error:
+            raise _refusal(error, function, path) from error
         if not plan.generated:
             raise PlanFault("it ends a step without generate, and the run would never end; call generate in every step")
 
 
-def _refusal(error: Exception, path: str) -> UserError:
-    lines = traceback.extract_tb(error.__traceback__)
-    text = f"it raised {type(error).__name__}: {error} ({lines[-1].filename}, line {lines[-1].lineno})"
+def _refusal(error: BaseException, function: StepFunction, path: str) -> UserError:
+    place = trials.place(error, function)
+    text = str(error).replace(TrialPlan.__name__, StepPlan.__name__)
+    text = (
+        f"it {text}{place}" if isinstance(error, trials.Endless) else f"it raised {type(error).__name__}: {text}{place}"
+    )
     fix = ""
     if isinstance(error, AttributeError) and isinstance(error.obj, TrialPlan | _RunProbe):
         known = StepPlan if isinstance(error.obj, TrialPlan) else Run
         names = sorted(name for name in {*dir(known), *_fields(known)} if not name.startswith("_"))
         near = get_close_matches(error.name or "", names, n=1)
         what = "the plan" if known is StepPlan else "the run"
-        text = f"{what} has no {error.name} ({lines[-1].filename}, line {lines[-1].lineno})"
+        text = f"{what} has no {error.name}{place}"
         fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
     return UserError(text, key=KEY, value=path, fix=fix)
 

@@ -6,20 +6,27 @@ signals belong to every step, whatever the order of its parts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
 from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group
 
 KEY = "run.loop"
+MOST_CALLS = 1000
+"""Most calls of `generate` in a step: a function that calls more often probably never ends."""
+MOST_EMPTY = 100
+"""Most calls of `generate` in a row that return no groups, as all calls do at the end of the data."""
 TrainOn = Callable[[Run, Step, list[Group]], None]
 """Type of `loop.train_on`."""
 HandedOut = WeakValueDictionary[int, Group]
@@ -43,17 +50,22 @@ class StepPlan:
     """
 
     def __init__(self, run: Run, step: Step, train_on: TrainOn) -> None:
-        self.run, self.config, self.number = run, run.config, step.number
-        self.step, self._train_on = step, train_on
+        self.run, self.config, self.step, self._train_on = run, run.config, step, train_on
         self._stack = ExitStack()
         self._order = PartOrder(run.config, run.handed_out)
+
+    @property
+    def number(self) -> int:
+        """Number of the step."""
+        return self.step.number
 
     def generate(self) -> list[Group]:
         """Generates groups for `data.prompts_per_step` further prompts and returns the groups; fewer or none at the end
         of the data, or if dynamic sampling finds no signal. A requested end of the run abandons the step here.
 
         Raises:
-            PlanFault: The step has trained or evaluated, or has its groups and `asynchrony.mode` is `one_step`.
+            PlanFault: The step has trained or evaluated, has its groups and `asynchrony.mode` is `one_step`, or called
+                `generate` so often that it probably never ends.
             ActorFailed, UserError: See `Rollouts.next_groups`.
         """
         self._order.generate()
@@ -64,8 +76,8 @@ class StepPlan:
         `data.mini_batch_prompts`. Does nothing without groups. The metrics of a second call replace those of the first.
 
         Raises:
-            PlanFault: The value is no list of groups that `generate` of this run returned, nothing was generated in
-                this step, or the engines already have weights of this step.
+            PlanFault: The value is no list of different groups that `generate` of this run returned, nothing was
+                generated in this step, or the engines already have weights of this step.
             EngineDiffers, ActorFailed, ClusterError, UserError: See `loop.train`.
         """
         self._order.train(groups)
@@ -102,8 +114,9 @@ class StepPlan:
         self.run.evaluate(self.step)
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Sets metrics, by full name such as `mine/share`, in the step's row; replaces earlier values of the name."""
-        self.step.record(dict(metrics))
+        """Sets metrics, by full name such as `mine/share`, in the step's row; replaces earlier values of the name.
+        Raises PlanFault if a name is no text or a value no number."""
+        self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
         """Syncs unless the engines have the policy's weights; raises as `sync`."""
@@ -152,7 +165,7 @@ class PartOrder:
 
     def __init__(self, config: Config, handed_out: HandedOut) -> None:
         self.config, self.handed_out = config, handed_out
-        self.generated = 0
+        self.generated = self.empty = 0
         self.recorded = self.trained = self.synced = self.evaluated = False
 
     @property
@@ -166,10 +179,18 @@ class PartOrder:
             raise PlanFault("generate comes after train or evaluate; a step's groups are of one policy: generate first")
         if self.generated and self.config.asynchrony.mode == "one_step":
             raise PlanFault("generate is called twice; asynchrony.mode=one_step has one batch for a step; give off")
+        if self.generated >= MOST_CALLS:
+            raise PlanFault(
+                f"generate is called more than {MOST_CALLS:,} times in a step; end the function's loop earlier"
+            )
+        if self.empty >= MOST_EMPTY:
+            text = f"generate returned no groups {MOST_EMPTY} times in a row, as it always does at the end of the data"
+            raise PlanFault(f"{text}; leave a loop of the function when generate returns none")
         self.generated += 1
 
     def hand_out(self, groups: list[Group]) -> list[Group]:
         """Notes groups as the run's, and returns the groups."""
+        self.empty = 0 if groups else self.empty + 1
         self.handed_out.update({id(group): group for group in groups})
         return groups
 
@@ -186,6 +207,10 @@ class PartOrder:
                 raise PlanFault(f"train is given a {type(group).__name__}; allowed is a list of groups from generate")
             if self.handed_out.get(id(group)) is not group:
                 raise PlanFault("train is given a group that generate of this run did not return; give no copies")
+        sampling = self.config.algorithm.dynamic_sampling
+        copies = sampling.enabled and sampling.mode == "replace"  # generate itself returns groups several times
+        if len({*map(id, groups)}) < len(groups) and not copies:
+            raise PlanFault("train is given a group twice, which would count twice; give each group once")
         self.trained = self.trained or bool(groups)
 
     def sync(self) -> bool:
@@ -194,6 +219,16 @@ class PartOrder:
             raise PlanFault("sync is called twice; engines get one version of the weights in a step: sync once")
         self.synced = self.trained
         return self.trained
+
+
+def checked_metrics(metrics: object) -> dict[str, float]:
+    """Returns metrics for a step's row as plain numbers; raises PlanFault unless all are numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise PlanFault(f"record is given {shown(metrics)}; allowed is a mapping of names with numbers")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise PlanFault(f"record is given {shown({name: value})}; allowed are names with numbers")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 StepFunction = Callable[[StepPlan], object]
@@ -208,7 +243,7 @@ def step_function(config: Config) -> StepFunction:
     """Returns the function of `run.loop`; the built-in step without the setting.
 
     Raises:
-        UserError: The function cannot be imported, or cannot be called with a plan.
+        UserError: The function cannot be imported, is async or a generator, or cannot be called with a plan.
     """
     path = config.run.loop
     if path is None:
@@ -216,5 +251,9 @@ def step_function(config: Config) -> StepFunction:
     function: StepFunction = imports.load(path, KEY, kind="function")
     if not callable(function):
         raise UserError("it is not callable; allowed is a function of a StepPlan", key=KEY, value=path)
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(kind(function) for kind in kinds):
+        text = "it is async or has a yield, so that a call would run nothing"
+        raise UserError(text, key=KEY, value=path, fix="write `def`, without await and yield")
     imports.check_takes(function, f"{KEY} = {path}", "a StepPlan", count=1)
     return function

@@ -238,9 +238,9 @@ class Group:
     """The answer at temperature 0, ReMax's baseline; not used for training."""
 
     @property
-    def rewards(self) -> list[float]:
+    def rewards(self) -> tuple[float, ...]:
         """Reward of each trajectory."""
-        return [t.reward for t in self.trajectories]
+        return tuple(t.reward for t in self.trajectories)
 
 
 def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:

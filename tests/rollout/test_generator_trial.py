@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common import trials
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.generators import check_generator
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
@@ -50,6 +51,14 @@ def test_names_and_options_are_checked(tmp_path: Path) -> None:
             ("    pass", "Mine.generate is missing; write `async def generate(self, group, service)`"),
             ("    def generate(self, group, service): pass", "Mine.generate is not async"),
             ("    async def generate(self, group): pass", "Mine.generate cannot be called by generate(group, service)"),
+            (
+                "    OPTIONS = {'n': 5}\n    async def generate(self, g, s): pass",
+                "Mine.OPTIONS is {n: 5}; allowed is a map",
+            ),
+            (
+                "    OPTIONS = ['n']\n    async def generate(self, g, s): pass",
+                "Mine.OPTIONS is [n]; allowed is a mapping",
+            ),
             ("    shared = 'half'\n    async def generate(self, g, s): pass", "Mine.shared is half; allowed is each"),
         )
     ):
@@ -62,6 +71,10 @@ def test_names_and_options_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
+        ("import sys\nsys.exit(0)", "Mine.generate raised SystemExit: 0 ("),
+        ("raise asyncio.CancelledError", "Mine.generate raised CancelledError: "),
+        ("await asyncio.gather(asyncio.sleep(0, 1 / 0))", "raised ZeroDivisionError: division by zero ("),
+        ("b = await service.open()\nawait b.sample(max_tokens='8')", "/mine.py, line 8)"),
         ("return [1] * group.samples", "generator Mine: generate returned [1, 1, "),
         ("return service.tree()", "AttributeError: "),
         ("return [await (await service.open()).samples()]", "object has no attribute"),
@@ -86,6 +99,24 @@ def test_a_generator_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(trial, "LONGEST_S", 60.0)
     monkeypatch.setattr("skyrl_mega.rollout.generators.group_state.MOST_REQUESTS", 50)
     assert "asked the engines for more than 50 answers" in refusal(config_of(write_class(tmp_path, endless, "endless")))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "while True:\n    pass",
+        "import time\ntime.sleep(3600)",
+        "while True:\n    try:\n        await asyncio.sleep(9)\n    except asyncio.CancelledError:\n        pass",
+    ],
+)
+def test_a_generator_that_ignores_the_event_loop_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(trials, "LONGEST_S", 0.5)
+    monkeypatch.setattr(trial, "LONGEST_S", 0.2)
+    error = refusal(config_of(write_class(tmp_path, body)))
+    assert "Mine.generate did not end within 0.5 s, although the stand-ins answer at once (" in error
+    assert ".py, line " in error
 
 
 def test_settings_that_a_generator_cannot_keep_are_refused() -> None:

@@ -220,3 +220,17 @@ def test_all_environments_of_a_group_are_closed(characters_chat: Renderer) -> No
 
     play_group(agent_of(characters_chat, RandomPolicy(characters_chat)), Leaving({}), prompt_of())
     assert closed == [1]
+
+
+class Exits(TrajectoryGenerator):
+    """Ends the process."""
+
+    async def generate(self, group: GroupRequest, service: GeneratorService) -> list[Branch]:
+        """Raises SystemExit."""
+        raise SystemExit(3)
+
+
+def test_a_generator_that_calls_sys_exit_fails_its_group(characters_chat: Renderer) -> None:
+    made = play_group(agent_of(characters_chat, RandomPolicy(characters_chat)), Exits({}), prompt_of())
+    assert [t.status for t in made] == [Status.ERROR_ENV] * 4
+    assert "Exits: generate raised SystemExit(3)" in str(made[0].metadata["error"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.channel import StopRequest
-from skyrl_mega.common import imports
+from skyrl_mega.common import imports, trials
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
@@ -146,7 +147,7 @@ def test_an_error_in_the_function_is_the_one_that_is_raised(run: FakeRun, calls:
 
 
 def test_the_trial_has_the_methods_of_a_run() -> None:
-    names = [name for name in vars(StepPlan) if not name.startswith("_")]
+    names = [name for name, value in vars(StepPlan).items() if not name.startswith("_") and callable(value)]
     assert len(names) >= 6
     for name in names:
         assert inspect.signature(getattr(StepPlan, name)) == inspect.signature(getattr(TrialPlan, name))
@@ -165,6 +166,16 @@ def test_the_trial_has_the_methods_of_a_run() -> None:
         ("plan.train(plan.generate())\nplan.sync()\nplan.sync()", "sync is called twice"),
         ("g = plan.generate()\nplan.train(g)\nplan.sync()\nplan.train(g)", "train comes after sync"),
         ("plan.record({'a': 'b'})", "record is given {a: b}"),
+        ("plan.record(['a'])", "allowed is a mapping of names with numbers"),
+        ("g = plan.generate()\nplan.train(g + g)", "train is given a group twice"),
+        ("plan.train()", "StepPlan.train() missing 1 required"),
+        ("plan.number = 1", "has no setter"),
+        ("plan.generate()[0].rewards[0] = 1.0", "does not support item assignment"),
+        ("raise SystemExit(0)", "it raised SystemExit: 0 ("),
+        ("from asyncio import CancelledError\nraise CancelledError", "it raised CancelledError"),
+        ("while True:\n    plan.generate()", "generate is called more than 1,000 times in a step"),
+        ("g = []\nwhile len(g) < 4:\n    g += plan.generate()", "generate returned no groups 100 times in a row"),
+        ("yield plan.generate()", "it is async or has a yield"),
         ("plan.generate()\nplan.run.polcy", "the run has no polcy ("),
         ("max(plan.generate(), key=len)", "it raised TypeError"),
         ("plan.train([max(plan.generate(), key=lambda group: sum(group.rewards))])", "it raised ValueError: max()"),
@@ -195,3 +206,49 @@ def test_a_step_without_groups_ends_the_run(run: FakeRun, calls: list[str], tmp_
     with pytest.raises(PlanFault, match="call generate in every step"):
         loop.train(run)
     assert calls == ["generate"]
+
+
+def test_an_async_function_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "plan.train(plan.generate())", "async def mine(plan):")
+    assert "it is async or has a yield, so that a call would run nothing; write `def`" in refusal(path)
+
+
+def test_a_trial_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    body = "import json\njson.loads(plan.generate)"
+    assert f"({tmp_path}/plan.py, line 3)" in refusal(write(tmp_path, body))
+
+
+@pytest.mark.parametrize("body", ["while True:\n    pass", "import time\ntime.sleep(3600)"])
+def test_a_trial_ends_a_function_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(trials, "LONGEST_S", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    error = refusal(write(tmp_path, body))
+    assert "it did not end within 0.2 s" in error and f"({tmp_path}/plan.py, line " in error
+    assert signal.getsignal(signal.SIGALRM) is before and not 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
+
+
+def test_a_run_does_not_wait_for_groups_after_the_end_of_the_data(
+    run: FakeRun, calls: list[str], tmp_path: Path
+) -> None:
+    fake: Any = run.rollouts
+    fake.next_groups = lambda step: calls.append("generate") or []
+    run.config.run.loop = write(tmp_path, "while not plan.generate():\n    pass")
+    with pytest.raises(PlanFault, match="leave a loop of the function when generate returns none"):
+        loop.train(run)
+    assert len(calls) == 100
+
+
+def test_metrics_in_a_run_are_plain_numbers(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    body = "import numpy\nplan.generate()\nplan.record({'mine/x': numpy.float32(0.5) if plan.number == 1 else 'b'})"
+    run.config.run.loop = write(tmp_path, body)
+    with pytest.raises(PlanFault, match=r"record is given \{mine/x: b\}"):
+        loop.train(run)
+    assert [row["mine/x"] for row in read(run.folder / "metrics.jsonl")] == [0.5]
+
+
+def test_copies_by_dynamic_sampling_may_train(run: FakeRun, calls: list[str], tmp_path: Path) -> None:
+    sampling = run.config.algorithm.dynamic_sampling
+    sampling.enabled, sampling.mode, run.config.run.steps = True, "replace", 1
+    run.config.run.loop = write(tmp_path, "g = plan.generate()\nplan.train(g + g)")
+    loop.train(run)
+    assert calls == ["generate", "train 2", "sync 1"]

@@ -72,7 +72,7 @@ class GroupPlayer:
         """Returns the generator's trajectories; failed ones if its code fails."""
         try:
             return finish.trajectories(await self.generator.generate(service.group, service), service, self.generator)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             while isinstance(error, ExceptionGroup):

@@ -11,7 +11,7 @@ from pathlib import Path
 from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
-from skyrl_mega.config.options import filled
+from skyrl_mega.config.options import Option, filled
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.rollout.generators.base import SHARED, TrajectoryGenerator
 
@@ -78,4 +78,8 @@ def _class_of(name: str) -> type[TrajectoryGenerator]:
     if cls.shared not in SHARED:
         text = f"{cls.__name__}.shared is {shown(cls.shared)}; allowed is {' or '.join(SHARED)}"
         raise UserError(text, key=KEY, value=name)
+    if not isinstance(cls.OPTIONS, Mapping) or not all(isinstance(option, Option) for option in cls.OPTIONS.values()):
+        text = f"{cls.__name__}.OPTIONS is {shown(cls.OPTIONS)}; allowed is a mapping of name to declaration"
+        fix = 'write `OPTIONS = {"n": whole(5, "what it is", low=1)}`, by `from skyrl_mega.envs.options import whole`'
+        raise UserError(text, key=KEY, value=name, fix=fix)
     return cls

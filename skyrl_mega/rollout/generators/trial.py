@@ -6,12 +6,12 @@ Without a trial, an error of the generator appears only in the first step, after
 from __future__ import annotations
 
 import asyncio
-import traceback
 from array import array
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from skyrl_mega.common import trials
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, EnvironmentConfig
@@ -29,7 +29,7 @@ from skyrl_mega.rollout.generators.service import GeneratorService
 from skyrl_mega.trajectories.trajectory import Status
 
 LONGEST_S = 30.0
-"""Seconds for a call of `generate` with stand-ins, which answer at once."""
+"""Seconds for a call of `generate` that awaits, with stand-ins, which answer at once; below `trials.LONGEST_S`."""
 TRIALS = 4
 """Number of prompts tried, with different answers."""
 END, LETTERS = 0, range(97, 123)
@@ -79,22 +79,23 @@ def _try(generator: TrajectoryGenerator, config: Config, number: int) -> list[tu
             raise GeneratorFault(str(broken.metadata["error"]))
 
     try:
-        asyncio.run(play())
-    except Exception as error:
+        with trials.limited():
+            asyncio.run(play())
+    except trials.FAULTS as error:
         raise _refusal(error, generator, config) from error
     return sorted(policy.asked)
 
 
 def _refusal(error: BaseException, generator: TrajectoryGenerator, config: Config) -> UserError:
-    while isinstance(error, ExceptionGroup):
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    name = type(generator).__name__
+    name, place = type(generator).__name__, trials.place(error, generator)
     text = f"generator {name}: {error}"
     if isinstance(error, TimeoutError):
-        text = f"{name}.generate did not end within {LONGEST_S:g} s, although the stand-ins answer at once"
+        text = f"{name}.generate did not end within {LONGEST_S:g} s, although the stand-ins answer at once{place}"
+    elif isinstance(error, trials.Endless):
+        text = f"{name}.generate {error}{place}"
     elif not isinstance(error, GeneratorFault):
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
-        place = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
         text = f"{name}.generate raised {type(error).__name__}: {shown(str(error))}{place}"
     fix = "see docs/generators.md for what generate is given and returns"
     return UserError(text, key=load.KEY, value=config.rollout.generator, fix=fix)
