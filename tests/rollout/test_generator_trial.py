@@ -71,7 +71,7 @@ def test_names_and_options_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("import sys\nsys.exit(0)", "Mine.generate raised SystemExit: 0 ("),
+        ("import sys\nsys.exit(0)", "Mine.generate raised SystemExit: '0' ("),
         ("raise asyncio.CancelledError", "Mine.generate raised CancelledError: "),
         ("await asyncio.gather(asyncio.sleep(0, 1 / 0))", "raised ZeroDivisionError: division by zero ("),
         ("b = await service.open()\nawait b.sample(max_tokens='8')", "/mine.py, line 8)"),
