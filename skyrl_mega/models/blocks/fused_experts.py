@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.models.blocks.base import Cut, EngineCut, MegatronPlace, MegatronSettings, Tensors, without_fp8
+from skyrl_mega.models.blocks.base import Cut, EngineCut, MegatronPlace, MegatronSettings, Tensors, Work, without_fp8
 from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, Experts
 from skyrl_mega.models.blocks.gated_mlp import NORM
 from skyrl_mega.models.blocks.routing import ExpertRouter
@@ -174,3 +174,11 @@ class FusedExperts(Experts):
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
         return {}
+
+    # --- cost ---
+
+    @staticmethod
+    def _activation_widths(work: Work) -> int:
+        """Returns the number of expert widths kept by the activation function, besides gate and up: the product, and
+        gate and up within the limits; unfused also the sigmoid, up plus 1, and the product before the probability."""
+        return 3 if "swiglu" in work.fused else 6
