@@ -50,6 +50,8 @@ def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
         else 0.16 * torch.randn(shape, generator=generator)
         for name, shape in architecture(hf).tensors(hf).items()
     }
+    forms = architecture(hf).describe(hf).disk_forms
+    weights = {name: forms[name].to_disk(t) if name in forms else t for name, t in weights.items()}
     (path / "config.json").write_text(json.dumps(hf))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
