@@ -152,10 +152,15 @@ def te_general_grouped_gemm(
     splits: list[int], bias: Any, bias_dtype: Any, single: bool, gelu_in: Any, grad: bool, workspaces: Any, size: int,
     accumulate: bool, *_: Any,
 ) -> Any:  # fmt: skip
-    """Computes a product for every expert."""
+    """Computes a product for every expert; adds its bias, or with `grad` writes the gradient of the bias."""
     parts = out[0].split([shape(each)[0] for each in b]) if single else out
-    for part, first, second in zip(parts, a, b, strict=True):
-        _write(part, product(first, transa, second, transb), part.dtype, accumulate)
+    for part, first, second, each in zip(parts, a, b, bias, strict=True):
+        value = product(first, transa, second, transb)
+        if each.numel() and grad:
+            each.copy_(second.sum(0, dtype=torch.float32))
+        elif each.numel():
+            value = value + each.float()
+        _write(part, value, part.dtype, accumulate)
     return bias
 
 

@@ -301,7 +301,7 @@ class GroupedQueryAttention(Block):
         elif self.qk_norm == "all_heads":  # in float32 before the norm, and the norm's output before the weight
             before_norm = (q + v) * (4 / b + 1)
         normed = before_norm + (v if work.spec == "te" else self._query_parts * q + 2 * v)
-        rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
+        rotation = 0 if "rope" in work.fused and not self.rope.yarn else 4 * self.head_dim * self.rope.part
         results = 2 * q if work.parallel.by_heads else q
         if work.parallel.context > 1 and not work.parallel.by_heads and (self.sinks or self.window):
             results += 2 * v * work.parallel.context  # `PackedAttention` keeps keys and values of the whole row
