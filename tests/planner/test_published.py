@@ -37,6 +37,10 @@ QWEN3_5 = (
     *("policy.layout.expert=8", "policy.layout.first_stage_layers=6", "policy.layout.last_stage_layers=6"),
     *("policy.recompute=full", "policy.micro_tokens=4096"),
 )
+GPT_OSS = (
+    *("cluster.nodes=4", "policy.optimizer.streamed=true", "policy.layout.expert=32", "policy.recompute=selective"),
+    *("policy.micro_tokens=8192", "rollout.options.enable_expert_parallel=true"),
+)
 H200 = "cluster.gpu_memory_gib=139.8"
 
 
@@ -53,6 +57,7 @@ CASES = {
     "Kimi-K2, H100, 4 × TP8 DP8 EP64": ("Kimi-K2-Instruct", (*KIMI, *engines(4, 8, 8))),
     "GLM-4.5, H100, 8 × TP16": ("GLM-4.5", (*GLM, *engines(8, 16))),
     "Qwen3.5-397B, H100, 4 × TP8 DP4 EP32": ("Qwen3.5-397B-A17B", (*QWEN3_5, *engines(4, 8, 4))),
+    "gpt-oss-120b, H100, 4 × TP8 EP8": ("gpt-oss-120b", (*GPT_OSS, *engines(4, 8))),
     "GLM-4.5, H200, 16 × TP8": ("GLM-4.5", (*GLM, *engines(16, 8), H200)),
 }
 """Model and settings of `configs/dapo.yaml` for it."""
