@@ -36,12 +36,13 @@ def check_suffix(config: Config) -> None:
 
 
 def check_draft_weights(config: Config, hf: Mapping[str, Any], *, planned: bool = False) -> list[str]:
-    """Checks the weights of drafts: files, family, vocabulary, and the hidden states that a head reads.
+    """Checks the weights of drafts, if any: files, family, vocabulary, the hidden states that a head reads, or the
+    policy's layers of multi-token prediction.
 
     Args:
         config: The settings.
         hf: The policy's config.json.
-        planned: True if nothing will be started: directories may then be absent.
+        planned: True if nothing will be started: an absent directory is then returned, not refused.
 
     Returns:
         The absent directory of a draft model or head, if planned; else [].

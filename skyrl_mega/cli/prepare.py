@@ -128,8 +128,8 @@ def with_device(config: Config, training: bool = True) -> Config:
 
 
 def check_vllm(device: str) -> None:
-    """Checks that the installed vLLM fits the device; a missing vLLM passes. vLLM's CPU packages are marked in their
-    name or version.
+    """Checks that the installed vLLM can compute on a CPU if `device` is `cpu`. A missing vLLM passes, and on `cuda`
+    any version. vLLM's CPU packages have `cpu` in their name or version.
 
     Raises:
         UserError: vLLM is for GPUs and the device is `cpu`: every engine would fail at the start.

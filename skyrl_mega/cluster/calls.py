@@ -48,7 +48,7 @@ class Outcomes:
     failures: list[tuple[PendingCall, BaseException]]
     """Failed calls and errors, in order of arrival."""
     silent: list[PendingCall]
-    """Calls without an answer at the deadline."""
+    """Calls without an answer at the end of the wait, at the time limit or some time after the first failure."""
 
     @property
     def causes(self) -> dict[int, str]:
@@ -61,8 +61,8 @@ class Outcomes:
         `failures` or `silent` is not empty.
 
         Raises:
-            UserError: The error, if the actor raised a UserError.
-            ActorFailed: The actor died or raised another error.
+            UserError: The root cause, if an actor raised a UserError.
+            ActorFailed: Any other root cause: an actor died or raised another error.
             NodeGone: The intended node of the actor no longer exists.
             ActorTimeout: Nothing failed, and some calls are unanswered.
         """
@@ -93,9 +93,12 @@ def settle(
     Args:
         calls: The calls, possibly of several groups.
         timeout: Time limit in seconds.
-        after_failure: Seconds to keep waiting for the other calls after the first failure.
+        after_failure: Seconds to wait for the other calls after the first failure, at most until the time limit.
         failed: Called with the first failure, to notify waiting peers of the failed actor. None calls nothing.
         waiting_for: Receives the names of the actors without an answer, at first and after every answer.
+
+    Returns:
+        Answers, failures, and in `silent` the calls without an answer at the end of the wait.
     """
     import ray
 
@@ -125,12 +128,13 @@ def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | 
 
     Args:
         calls: The calls.
-        timeout: Time limit in seconds; after a first failure, at most `SETTLE_S` more.
+        timeout: Time limit in seconds. A first failure ends the wait `SETTLE_S` seconds later, if that is earlier.
         waiting_for: Receives the names of the actors without an answer, at first and after every answer.
 
     Raises:
-        UserError: An actor raised it.
-        ActorFailed: The root cause: the first actor death, or without any death the first error.
+        UserError: The root cause, if an actor raised a UserError.
+        ActorFailed: Any other root cause (`NodeGone` if the actor's node no longer exists). The root cause is the first
+            actor death; without any death, the first error.
         ActorTimeout: No call failed, but some actors did not answer within `timeout` seconds.
     """
     outcomes = settle(calls, timeout, SETTLE_S, waiting_for=waiting_for)

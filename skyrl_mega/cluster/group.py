@@ -225,8 +225,8 @@ class ActorGroup:
             waiting: Receives the names of the actors without an answer, at first and after every answer.
 
         Raises:
-            UserError: An actor raised it.
-            ActorFailed: An actor died or raised another error; names the root cause.
+            UserError: The root cause (see `gather`), if an actor raised a UserError.
+            ActorFailed: Any other root cause: an actor died or raised another error.
             ActorTimeout: Some actors did not answer within `timeout` seconds.
         """
         return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout, waiting)

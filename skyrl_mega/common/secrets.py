@@ -92,8 +92,9 @@ def note_resolved(settings: Any, resolved: Any) -> None:
 
 
 def still_masked(settings: Any) -> tuple[str, str] | None:
-    """Returns key and value of the first setting with a secret still masked (`***`) from an earlier output; None if all
-    secrets are given. `***` counts as a whole value, before a host, or after the name of a secret."""
+    """Returns dotted key and value of the first setting with a secret still masked from an earlier output; None without
+    any. `***` counts as a whole value, before a host (`://***@`), or after the name of a secret; not below
+    `rollout.sampling.stop`, where it is literal text."""
     for key, value in leaves(settings):
         if key.startswith(LITERAL) or not isinstance(value, str):
             continue

@@ -11,12 +11,13 @@ Result = TypeVar("Result")
 
 
 def in_threads(do: Callable[[Item], Result], items: Iterable[Item], threads: int, name: str) -> list[Result]:
-    """Returns the results of `do` in the order of `items`. After the first error no further call starts; the calls
-    under way end, and the error is raised.
+    """Returns the results of `do` in the order of `items`; [] without items. Raises the error of the first item, in
+    this order, whose call fails. The error is seen once the calls of all earlier items have ended: then no further call
+    starts, and the calls under way end first.
 
     Args:
         do: The function, called from several threads at once.
-        items: Arguments of the calls.
+        items: Arguments of the calls, all read before the function returns.
         threads: Largest number of calls at once.
         name: Name of the threads.
     """

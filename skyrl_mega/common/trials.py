@@ -51,8 +51,8 @@ def place(error: BaseException, code: object) -> str:
 
     Args:
         error: The error.
-        code: The user's class or function. A traceback without the file of its module gives the innermost line of all,
-            an empty traceback ''.
+        code: The user's class or function. A traceback without the file of its module gives the innermost line of all.
+            Code without a file (`<string>`) does not count; a traceback without any other line gives ''.
     """
     file = getattr(sys.modules.get(getattr(code, "__module__", "")), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]

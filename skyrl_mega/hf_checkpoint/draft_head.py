@@ -16,15 +16,18 @@ DEFAULT_TAKEN = 3
 
 
 def taken_layers(head: Mapping[str, Any], layers: int) -> list[Any]:
-    """Returns the layers whose hidden states an EAGLE-3 head reads, as its config.json has them, unchecked; else vLLM's
-    default for a policy of `layers` layers."""
+    """Returns the layers whose hidden states an EAGLE-3 head reads, as its config.json lists them, unchecked; else
+    vLLM's default for a policy of `layers` layers. An empty list, or a value other than a list, counts as absent."""
     given = head.get(TAKEN) or (head.get("eagle_config") or {}).get(TAKEN)
     return list(given) if isinstance(given, list) else [2, layers // 2, layers - DEFAULT_TAKEN]
 
 
 def tensors(path: Path, head: Mapping[str, Any], method: str) -> dict[str, tuple[int, ...]]:
-    """Returns name → shape of a head's matrices and norms in its files. A missing embedding, and with a full vocabulary
-    a missing output projection, are the policy's.
+    """Returns name → expected shape of a head's matrices and norms, computed from config.json.
+
+    Leaves out the tensors that the head takes from the policy: an embedding missing in the files, the output projection
+    of an EAGLE head, and that of an EAGLE-3 head with a full vocabulary if missing in the files. Reads only the names
+    of the tensors from the files.
 
     Args:
         path: The directory of the head.

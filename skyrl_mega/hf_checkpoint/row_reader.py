@@ -35,9 +35,9 @@ def read_rows(
         reader: The reader of the files.
         name: Name of the tensor, for errors.
         entry: The tensor's numbers, or MXFP4 blocks with their scales.
-        form: Order of the axes on disk.
+        form: Order of the axes on disk; not used for MXFP4.
         shape: Shape of the global tensor.
-        parts: Boxes of the global tensor, each with a local tensor of the box's shape on any device.
+        parts: At least one box of the global tensor, each with a local tensor of the box's shape on any device.
 
     Raises:
         Damaged: The file ends before the tensor does.

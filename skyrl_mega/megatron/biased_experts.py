@@ -22,5 +22,9 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
 
 def use_biased_experts(mlp: Any) -> None:
-    """Replaces the second linear layer in the specification of a feed-forward part with experts, in place."""
+    """Replaces the second linear layer of every expert by `ExpertRowParallelLinear`.
+
+    Args:
+        mlp: The `ModuleSpec` of a local layer's feed-forward part with experts, changed in place.
+    """
     mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear

@@ -138,14 +138,15 @@ def _cut(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 def gated_delta(
     mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, row: PackedRow, sizes: DeltaNetSizes
 ) -> Tensor:
-    """Returns the results [T, H, E] of the value heads for every token of a packed row.
+    """Returns the results [T, H, E] of the value heads for every token of a packed row. Without the kernels, computes
+    the rule in float32 and returns the dtype of `mixed`.
 
     Args:
-        mixed: [T, C]: queries, keys and values before the convolution.
+        mixed: [T, C]: queries, keys and values before the convolution, in the dtype of `weight`.
         weight: [C, 1, window] of the convolution; its last column multiplies the token itself.
         decay: float32 [T, H]: logarithm of the factor of the state before each token.
         beta: [T, H]: fraction, from 0 to 1, by which a token replaces the value under its key.
-        row: The packed row.
+        row: The whole packed row, not a context rank's part.
         sizes: Sizes of this rank's part.
     """
     heads, width = sizes.value_heads, sizes.value_width
@@ -204,12 +205,15 @@ def chunked_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta:
     In a chunk, the value written by a token depends on the values written by the tokens before: a triangular system of
     equations, once for the values and once for what the state before the chunk holds.
 
+    All arguments, and the result, have the same dtype. S is at least 1, and need not be a multiple of `CHUNK`. Padding
+    may only follow a sequence; the results at padding are without meaning.
+
     Args:
         query: [N, S, H, D], of length 1; divided by the root of D here.
         key: [N, S, H, D], of length 1.
         value: [N, S, H, E].
         decay: [N, S, H]: logarithm of the factor of the state before each token.
-        beta: [N, S, H].
+        beta: [N, S, H]: fraction, from 0 to 1, by which a token replaces the value under its key.
     """
     length = query.shape[1]
     size = min(CHUNK, length)

@@ -41,7 +41,8 @@ class SinkKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rows: KernelRows) -> Tensor:
-        """Returns [L, H, D] for query [L, H, D], key and value [T, G, D] and sinks [H]."""
+        """Returns [L, H, D], in the query's dtype, for query [L, H, D], key and value [T, G, D], all on CUDA in
+        bfloat16 or float16, and sinks [H] of any dtype."""
         out, normalizer, random = forward_kernel((query, key, value), rows)
         total = torch.logaddexp(normalizer, sinks.to(normalizer.dtype)[:, None])  # [H, L]
         out = (out * (normalizer - total).exp().T[..., None]).to(out.dtype)
@@ -61,8 +62,13 @@ class SinkKernel(torch.autograd.Function):
 
 
 def forward_kernel(inputs: tuple[Tensor, ...], rows: KernelRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output, the logarithms of the normalisers [H, L], and the state of random numbers, for query, key and
-    value."""
+    """Returns the output [L, H, D], the logarithms of the normalisers [H, L], and the state of random numbers, all
+    without sinks.
+
+    Args:
+        inputs: Query [L, H, D], and key and value [T, G, D].
+        rows: The sequences.
+    """
     sizes = (rows.longest_q, rows.longest_k, rows.causal, rows.scale, list(rows.window))
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn(
         *inputs, rows.bounds_q, rows.bounds_k, *sizes, enable_gqa=True
@@ -73,8 +79,15 @@ def forward_kernel(inputs: tuple[Tensor, ...], rows: KernelRows) -> tuple[Tensor
 def backward_kernel(
     gradient: Tensor, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor, Tensor], rows: KernelRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, given those, the output's gradient and the forward kernel's
-    results."""
+    """Returns the gradients of query, key and value, in the shapes of `inputs`.
+
+    Args:
+        gradient: The output's gradient [L, H, D], contiguous.
+        inputs: Query, key and value, as for the forward kernel.
+        results: Output, logarithms of the normalisers, and state of random numbers. Output and normalisers must agree:
+            both without sinks, as the forward kernel returns them, or both with sinks.
+        rows: The sequences.
+    """
     out, total, random = results
     sizes = (rows.longest_q, rows.longest_k, rows.causal, random, rows.scale, list(rows.window))
     of_inputs: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(

@@ -27,25 +27,32 @@ class DiskForm(NamedTuple):
     numbers of a block follow each other on the last axis."""
 
     def shape(self, shape: Shape) -> Shape:
-        """Returns the shape on disk of a global tensor of this shape."""
+        """Returns the shape on disk of a global tensor, or of rows of the tensor, of this shape. Ignores `packed`."""
         ordered = tuple(shape[axis] for axis in self.axes)
         return (*ordered[:-2], ordered[-2] * ordered[-1]) if self.merged else ordered
 
     def to_disk(self, values: Tensor) -> Tensor:
-        """Returns rows (entries of the first axis) of the global tensor as a contiguous tensor in the order on disk."""
+        """Returns rows (entries of the first axis) of the global tensor as a contiguous tensor in the order on disk.
+        The result may share memory with `values`."""
         return values.permute(self.axes).reshape(self.shape(tuple(values.shape))).contiguous()
 
     def from_disk(self, values: Tensor, shape: Shape) -> Tensor:
-        """Returns rows on disk as a view in the global tensor's order; `shape` is the global shape of these rows."""
+        """Returns rows on disk as a view in the global tensor's order.
+
+        Args:
+            values: The rows, a contiguous tensor.
+            shape: Global shape of these rows. Another number of elements raises RuntimeError.
+        """
         ordered = values.view([shape[axis] for axis in self.axes])
         return ordered.permute([self.axes.index(axis) for axis in range(len(self.axes))])
 
 
 def disk_shapes(tensors: Mapping[str, Shape], forms: Mapping[str, DiskForm]) -> dict[str, Shape]:
-    """Returns name → shape on disk of global tensors.
+    """Returns name → shape on disk of global tensors; a tensor without a form has its global shape. Ignores MXFP4
+    packing.
 
     Args:
         tensors: Name → global shape.
-        forms: Name → form of the tensors in another order on disk; other names are ignored.
+        forms: Name → form of tensors with reordered or merged axes on disk; names not in `tensors` are ignored.
     """
     return {name: forms[name].shape(shape) if name in forms else shape for name, shape in tensors.items()}

@@ -48,8 +48,12 @@ def without_drafts(config: Config) -> Config:
 
 
 def draft_bytes(config: Config, policy: Decoder) -> tuple[int, int]:
-    """Returns the bytes of draft weights in each engine worker: weights, and KV cache per token; zeros without
-    weights."""
+    """Returns the bytes that drafts need in each engine worker: for weights, and for KV cache per token. (0, 0) for
+    drafts without weights, and if the directory of the weights is not on this machine.
+
+    Raises:
+        UserError: The config.json or the files of the drafts cannot be used.
+    """
     model, plain, drafts = draft_model(config, policy), without_drafts(config), config.rollout.drafts
     if model is None:
         return 0, 0

@@ -210,11 +210,12 @@ class ExpectedRate:
 
 
 def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[NodeProblem]:
-    """Returns findings about the links between nodes, at most one per node; [] if all links are good.
+    """Returns findings about the network between nodes, at most one per node; [] without a problem.
 
     A link is bad if broken or slower than half the median. If all links of a node (at least two) are bad, only that
     node gets a finding; any other bad link gets a finding at both ends. If no link is bad, but the median is below half
-    the expected rate, every node gets a finding: a warning, or bad at a rate so low as only TCP explains.
+    the expected rate, every node gets a finding: bad if the expected rate is reliable and the median is below a tenth
+    of it, as only TCP explains; else a warning.
 
     Args:
         pairs_measured: Results of all pairs.

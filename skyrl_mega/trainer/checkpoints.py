@@ -96,9 +96,11 @@ class Checkpoints:
         self._damaged[checkpoint] = str(damage)
 
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
-        """Writes a checkpoint, removes checkpoints beyond the newest `keep`, and returns the new checkpoint's folder.
-        Removes remains of an interrupted save first. An earlier checkpoint of the same step is replaced. An error of a
-        part is let out, and no earlier checkpoint is touched then; the next save removes the partial folder.
+        """Writes a checkpoint and returns its folder. Removes remains of an interrupted save first, and afterwards the
+        checkpoints beyond the newest `keep`, except checkpoints with files that the run did not write.
+
+        An earlier checkpoint of the same step is replaced. If a part raises an error, the error passes and no earlier
+        checkpoint is changed; the next save removes the partial folder.
 
         Args:
             step: Completed RL steps.
@@ -106,8 +108,9 @@ class Checkpoints:
             parts: Folder name of each model or other part → function saving into this folder.
 
         Raises:
-            DiskFull: The disk's free space is below the size of the last checkpoint.
-            FileExistsError: The checkpoint's name is taken by something not written by a run.
+            DiskFull: The free space is below the size of the last checkpoint; checked before any part is saved.
+            FileExistsError: The entry with the checkpoint's name is not, or not entirely, written by a run; checked
+                after all parts are saved.
             OSError: A file could not be written, or the run's folder is missing.
         """
         final = self.folder / f"step_{step:06d}"

@@ -204,11 +204,12 @@ class Trust:
 
 
 def probes(vocab: int, longest: int) -> list[Request]:
-    """Returns the fixed prompts: random tokens, the same in every run of a model.
+    """Returns `PROMPTS` requests: a prompt of random tokens, at most `TOKENS` new tokens, and a fixed seed each. Equal
+    arguments give equal requests.
 
     Args:
         vocab: Number of token ids.
-        longest: Maximum length of a sequence.
+        longest: Maximum length of prompt and completion together, at least 2.
     """
     draw = random.Random(vocab)
     prompt = max(1, min(PROMPT, longest // 2))

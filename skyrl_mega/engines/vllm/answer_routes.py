@@ -36,16 +36,23 @@ class AnswerRoutes:
         return self.shape is not None and self.spec.device == "cpu"
 
     def parameters(self, request: Request) -> dict[str, Any]:
-        """Returns the sampling parameters by which vLLM itself returns routes; {} if it does not."""
+        """Returns the sampling parameters by which vLLM itself returns routes, from token `request.routes_from` on; {}
+        for an engine without routes, and if the worker records the routes."""
         if self.shape is None or self.recorded:
             return {}
         return {"routed_experts_prompt_start": request.routes_from}
 
     def of_output(self, request: Request, result: Any) -> np.ndarray | None:
-        """Returns the routes in vLLM's output of a request; None if vLLM returns none.
+        """Returns the routes in vLLM's output of a request, as `routes.output_routes`, for every token from
+        `request.routes_from` on except the last. None for an engine without routes, if the worker records the routes,
+        and for an output without tokens.
+
+        Args:
+            request: The request.
+            result: vLLM's `CompletionOutput`.
 
         Raises:
-            WrongRoutes: The routes do not fit the request.
+            WrongRoutes: The routes are missing or do not fit the request.
         """
         if self.shape is None or self.recorded or not result.token_ids:
             return None
@@ -55,15 +62,16 @@ class AnswerRoutes:
     def of_worker(
         self, ended: Sequence[Completion], requests: Sequence[Request], taken: Sequence[list[bytes] | None]
     ) -> list[Completion]:
-        """Returns completions with the routes that the worker recorded.
+        """Returns completions, in order, with the routes that the worker recorded; a completion without tokens is
+        returned unchanged. Call only if `recorded` is true.
 
         Args:
             ended: The completions.
-            requests: Requests, of which the completions' are a part.
-            taken: Result of `WorkerExtension.take_routes` for the completions, in order.
+            requests: The completions' requests, in any order and possibly with others.
+            taken: Result of `WorkerExtension.take_routes` for the completions, in order; None: nothing is recorded.
 
         Raises:
-            WrongRoutes: Recorded routes do not fit the request.
+            WrongRoutes: Recorded routes are missing or do not fit the request.
         """
         return [
             self._routed(completion, next(r for r in requests if r.id == completion.id), packed)

@@ -20,8 +20,9 @@ def full_attention(cache: Any) -> int | None:
 
 
 def room(cache: Any, vllm_config: Any) -> tuple[int, int]:
-    """Returns the size of the pool, and the part of it taken by a sequence of any length in groups without full
-    attention, both in tokens of full attention. Zeros if no group has full attention; the part is 0 if all have.
+    """Returns the size of the pool, and an upper bound of what one decoding sequence takes in all groups without full
+    attention, whatever its length. Both count tokens: blocks times the block size of the first group with full
+    attention. (0, 0) if no group has full attention; the second is 0 if all groups have it.
 
     Args:
         cache: vLLM's `KVCacheConfig`.

@@ -8,7 +8,7 @@ from skyrl_mega.engines.base import Drafts
 
 
 def request_drafts(tokens: int, metrics: Any) -> Drafts:
-    """Returns the counts of a finished request.
+    """Returns the counts of a finished request; `steps` and `suppressed` stay 0.
 
     Args:
         tokens: Number of tokens of the answer.

@@ -230,8 +230,8 @@ def verified_routes(
 
 
 def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape, name: str) -> np.ndarray:
-    """Returns the routes that vLLM's second model runner gave with a completion, in the form of `models.routes`. Checks
-    their number and range, but not to which tokens or weights they belong.
+    """Returns the routes that vLLM's second model runner gave with a completion. Checks the number of tokens, the range
+    of the experts, and that no layer has an expert twice. Cannot check which tokens or weights the routes belong to.
 
     Args:
         experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], layers without experts included; None, and n
@@ -241,7 +241,7 @@ def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape,
         name: Name of the request.
 
     Returns:
-        Routes, [tokens, M, K]: K experts of each of M layers with experts.
+        Routes, [tokens, M, K] of `shape.dtype`: index + 1 of K experts in each of M layers with experts.
 
     Raises:
         WrongRoutes: Routes are missing or impossible for the model.

@@ -14,7 +14,8 @@ from vllm.model_executor.layers.attention import Attention
 
 
 def copied_sinks(model: Module) -> dict[str, Any]:
-    """Returns the backends of the model's attention layers that read a copy of the sinks, by the layer's name."""
+    """Returns layer name → attention backend (`Attention.impl`, or a variant of it) that reads a copy of the sinks.
+    Leaves out layers whose backend reads the parameter itself."""
     return {
         prefix: backend
         for prefix, module in model.named_modules()
@@ -38,7 +39,8 @@ def derive(backends: Mapping[str, Any], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def stale(backends: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the layers whose copy is not equal to the present sinks; changes nothing.
+    """Returns the parameter names, `<layer>.sinks`, of the layers whose copy is not equal to the present sinks; [] if
+    all are equal. Changes nothing.
 
     Args:
         backends: Result of `copied_sinks`.

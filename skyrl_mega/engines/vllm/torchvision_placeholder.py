@@ -16,7 +16,9 @@ IMAGES = "torchvision.transforms.v2.functional"
 def placeholder() -> Iterator[None]:
     """Provides an empty torchvision inside the context if none is installed, for the import of image processors.
 
-    An installed torchvision stays. No other thread of the process may import torchvision inside the context.
+    An installed torchvision stays. At the end, also after an error, the empty modules are removed from `sys.modules`;
+    modules imported inside keep their references. No other thread of the process may import torchvision inside the
+    context.
     """
     if importlib.util.find_spec("torchvision") is not None:
         yield

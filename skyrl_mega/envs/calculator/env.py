@@ -47,7 +47,7 @@ def _value(node: ast.AST) -> int:
 
 
 class CalculatorEnv(ToolEnv):
-    """Reward 1 if the last number of the answer is right, else 0."""
+    """Reward 1 if the last whole number of the answer is right, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
     tools: Sequence[Tool] = (
@@ -70,6 +70,7 @@ class CalculatorEnv(ToolEnv):
         return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 
     def judge(self, answer: str) -> float:
-        """Returns 1 if the last whole number in the answer equals the ground truth, else 0 (also without a number)."""
+        """Returns 1 if the last digits in the answer, with a minus directly before them, equal the ground truth; else
+        0, also without digits. `3.5` counts as 5, and `1,000` as 0."""
         numbers = re.findall(r"-?\d+", answer)
         return float(bool(numbers) and int(numbers[-1][:LONGEST]) == int(str(self.ground_truth)))

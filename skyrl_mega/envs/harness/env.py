@@ -147,12 +147,19 @@ class HarnessEnv(AgentEnv):
         self.place.open()
 
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
-        """Runs the program and judges the answer: the file `answer.txt`, or without the file the standard output. After
-        a time limit, or a limit of output or disk, the work so far is judged. A software task is judged by its tests.
+        """Runs the program and judges the answer: the file `answer.txt`, or the standard output without this file.
+        After a limit of time, output or disk, the work so far is judged. A software task is judged by its tests
+        instead.
+
+        Args:
+            endpoint: Address and key of the policy, given to the program.
+            prompt: The row's messages, written into the program's task file.
 
         Raises:
-            ProgramFailed: The program failed, unless the option `failed_exit` is `judge`.
-            InfrastructureFault: The program cannot be started, or the container is gone.
+            ProgramFailed: The program failed or was ended for memory, and the option `failed_exit` is `error`.
+            BadOutput: The judge gave no reward, or asks for another turn.
+            UserError: The image does not exist, or a file of a software task cannot be used, such as its test patch.
+            InfrastructureFault: The program or container cannot be started, or the container is gone.
         """
         self.place.open()
         try:

@@ -210,13 +210,14 @@ def find_program(word: str, confined: bool, key: str) -> str:
 
 
 def readable(argv: list[str], more: list[str]) -> tuple[str, ...]:
-    """Returns the paths that a sandbox must let a program read (`Sandbox.read`): the program, its virtual environment
-    and interpreter, files and folders among the arguments, and `more`. Includes the targets of links. Leaves out paths
-    below the system's folders, such as `/usr`, which every sandbox can read.
+    """Returns the paths that a sandbox must let a program read (`Sandbox.read`), sorted: the program, the existing
+    files and folders among the arguments, `more`, and the targets of links. Leaves out paths below the system's
+    folders, such as `/usr`, which every sandbox can read. For a program in a virtual environment, adds the paths of the
+    environment and of its interpreter, also below the system's folders.
 
     Args:
         argv: Absolute path of the program, and its arguments. Only absolute paths count as files and folders.
-        more: Further paths.
+        more: Further paths, which need not exist.
     """
     named = [argv[0], *(word for word in argv[1:] if os.path.isabs(word) and os.path.exists(word)), *more]
     paths = {path for name in map(os.path.abspath, named) for path in (name, os.path.realpath(name))}

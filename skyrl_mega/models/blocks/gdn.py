@@ -60,7 +60,7 @@ class GatedDeltaNet(Block):
 
         Args:
             hf: Content of config.json.
-            separate: Value of the field.
+            separate: True if the files have the projections `SEPARATE`, False for `FUSED`.
 
         Raises:
             UserError: A key is missing, or a value is not supported.
@@ -218,8 +218,8 @@ class GatedDeltaNet(Block):
         self._output(b, f"{prefix}.out_proj.weight", source, part, rank)
 
     def flops(self) -> TokenFlops:
-        """Returns the operations of the projections, the convolution, and of three products with each head's state;
-        those inside a chunk are left out."""
+        """Returns a token's operations in the projections, the convolution, and three products with each head's state.
+        Leaves out products inside a chunk. Nothing depends on the number of previous tokens."""
         sizes = self.sizes
         rows = sizes.convolved + sizes.values + 2 * sizes.value_heads
         state = sizes.value_heads * sizes.key_width * sizes.value_width

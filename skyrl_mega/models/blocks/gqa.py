@@ -88,12 +88,12 @@ class GroupedQueryAttention(Block):
             part: As in `Rope.read`.
             output_gate: True if a gate multiplies each head's result.
             output_bias: True for a bias in the output projection.
-            sinks: True for a sink in every head. The family then reads the keys of sliding windows itself.
-            window: Number of tokens that a token attends to; None: all earlier ones.
+            sinks: True for a sink in every head. `sliding_window` is then not checked, because the family reads it.
+            window: Number of tokens, itself included, that a token attends to; None: all earlier ones.
             yarn: As in `Rope.read`.
 
         Raises:
-            UserError: A key is missing, or a value is not supported.
+            UserError: A key is missing, or a value is not supported, such as `use_sliding_window` true.
         """
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
@@ -285,12 +285,13 @@ class GroupedQueryAttention(Block):
 
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept for the backward pass: input and output of the first norm, queries and keys before the
-        norm and after rotation, values, the attention's output, the softmax's normaliser, and the rotation's cosines
-        and sines unless fused.
+        norm and after rotation, values, the attention's output, the softmax's normaliser, the rotation's cosines and
+        sines unless fused, and with an output gate the gated result and the gate's sigmoid in float32.
 
-        With an all-to-all of context ranks, the output is kept before and after the exchange. A local layer's keys and
-        values are views of the whole fused projection, so the projection is kept with them. Transformer Engine copies
-        values, and copies the queries and keys read by a norm.
+        With an all-to-all of context ranks, the output is kept before and after the exchange. Without it, context ranks
+        with sinks or a window keep the keys and values of the whole row. With `policy.spec=local`, keys and values are
+        views of the fused projection, so the whole projection is kept. Transformer Engine copies values, and copies the
+        queries and keys read by a norm.
         """
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor

@@ -51,7 +51,8 @@ class Yarn:
 
     @classmethod
     def read_plain(cls, hf: Hf, key: str) -> Yarn:
-        """Returns the scaling of grouped-query attention described by the mapping `key` of config.json.
+        """Returns the scaling of grouped-query attention described by the mapping `key` of config.json, which is
+        present.
 
         Raises:
             UserError: A value is missing or not supported. vLLM needs both betas, and reads no factor of attention.
@@ -103,7 +104,8 @@ class Rope:
             hf: Content of config.json.
             part: Default of `partial_rotary_factor`, the rotated fraction of a head; then no scaling is allowed. None:
                 only 1 is allowed.
-            yarn: True if the family's engine computes YaRN, and no other positions: YaRN is then required.
+            yarn: True if the family's engine computes YaRN, and no other positions: YaRN is then required, and `part`
+                must be None.
 
         Raises:
             UserError: The scaling or the fraction is not supported, or a value is no positive number.

@@ -64,13 +64,14 @@ def latent_layers(
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError as `small_latent`."""
     return small_latent(hf) | ENGINE_KEYS
 
 
 def small_latent(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of `hf` with the keys of latent attention and of a sigmoid router instead of Qwen3-MoE's, with
-    widths supported by vLLM on a CPU. A missing common key raises KeyError."""
+    widths supported by vLLM on a CPU. Raises KeyError if `num_attention_heads`, `hidden_size`, `head_dim`,
+    `num_experts` or `num_hidden_layers` is missing; other keys are not checked."""
     own = {
         "num_key_value_heads": hf["num_attention_heads"],
         "q_lora_rank": hf["hidden_size"],

@@ -60,7 +60,8 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_experts` is missing; other keys are not
+    checked."""
     own = {
         "n_routed_experts": hf["num_experts"],
         "n_shared_experts": 1,

@@ -41,5 +41,5 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError as `small_latent`."""
     return small_latent(hf)

@@ -49,7 +49,8 @@ def _attention(hf: Hf, window: int | None) -> GroupedQueryAttention:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_experts`, `moe_intermediate_size` or
+    `max_position_embeddings` is missing; other keys are not checked."""
     renamed = ("num_experts", "moe_intermediate_size", "rope_theta")
     own = {
         "num_local_experts": hf["num_experts"],

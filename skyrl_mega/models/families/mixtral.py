@@ -36,7 +36,8 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_experts` or `moe_intermediate_size` is
+    missing; other keys are not checked."""
     renamed = ("num_experts", "moe_intermediate_size", "attention_bias")
     own = {"num_local_experts": hf["num_experts"], "intermediate_size": hf["moe_intermediate_size"]}
     return {key: value for key, value in hf.items() if key not in renamed} | own | {"sliding_window": None}

@@ -36,6 +36,7 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `moe_intermediate_size` is missing; other
+    keys are not checked."""
     own = {"intermediate_size": hf["moe_intermediate_size"], "norm_topk_prob": False, "rms_norm_eps": EPS}
     return {key: value for key, value in hf.items() if key != "moe_intermediate_size"} | own

@@ -42,7 +42,8 @@ def describe(hf: Hf) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `intermediate_size` is missing; other keys
+    are not checked."""
     shared = {"shared_expert_intermediate_size": hf["intermediate_size"], "norm_topk_prob": False}
     hf = {key: value for key, value in hf.items() if key != "attention_bias"}
     return hf | shared | {"decoder_sparse_step": 1, "mlp_only_layers": []}

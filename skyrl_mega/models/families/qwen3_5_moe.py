@@ -22,10 +22,11 @@ TEXT = "text_config"
 
 
 def describe(hf: Hf) -> Decoder:
-    """Returns the layers and sizes of the text model from the config.json of a Qwen3.5 model.
+    """Returns the layers and sizes of the text model (`text_config`) from the config.json of a Qwen3.5 model with
+    experts and a vision tower.
 
     Raises:
-        UserError: A key is missing, or a value is not supported.
+        UserError: `text_config` or one of its keys is missing, or a value is not supported.
     """
     text = hf.get(TEXT)
     if not isinstance(text, Mapping):

@@ -86,7 +86,8 @@ def layer_types(hf: Hf) -> list[str]:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged; a missing common key raises KeyError.
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_hidden_layers`, `num_key_value_heads`
+    or `moe_intermediate_size` is missing; other keys are not checked.
 
     The last layer has full attention. A head of the delta net has the width that kernels need.
     """

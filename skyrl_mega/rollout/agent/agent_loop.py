@@ -199,8 +199,8 @@ class Agent:
         opened.token_rewards.keep(t)
 
     def end_message(self, t: Trajectory) -> None:
-        """Ends the last response of an ended trajectory with `rollout.conversation: one_message`, if a stop string
-        ended the response and a token fits; else changes nothing."""
+        """Appends the end token to the last response if a stop string ended the response and a token fits. The token
+        counts as the policy's, with log-prob NaN. Changes nothing unless `rollout.conversation` is `one_message`."""
         if self.one_message and t.status is not Status.TRUNCATED_TOKENS and self.limits.room(t) >= 1:
             edits.end_message(t, self.chat.end, self.chat.stop_tokens)
 

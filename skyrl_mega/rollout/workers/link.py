@@ -35,7 +35,7 @@ class WorkerLink:
     jobs: list[TrajectoryJob] = field(default_factory=list)
     """Jobs not sent yet."""
     abandoned: list[int] = field(default_factory=list)
-    """Keys of abandoned jobs, not sent yet."""
+    """Keys of abandoned jobs not reported to the worker yet."""
     left: set[int] = field(default_factory=set)
     """Ranks of engines reported to the worker as leaving."""
     ready: bool = False
@@ -43,7 +43,8 @@ class WorkerLink:
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Raises the error in all tasks waiting for trajectories on this worker, and forgets these trajectories."""
+        """Raises the error in all tasks waiting for trajectories on this worker, and forgets these trajectories. `jobs`
+        and `abandoned` stay."""
         for answer in self.waiting.values():
             _raise(answer, error)
         self.waiting.clear()
@@ -54,8 +55,8 @@ class WorkerLink:
         return self.waiting.keys() - {key for job in self.jobs for key in job.keys} if self.ready else set()
 
     def report_crash(self, cause: str) -> None:
-        """Raises the worker's crash in all tasks waiting for trajectories on this worker; the tasks choose another
-        worker."""
+        """Raises the worker's crash (`WorkerLost`) in all tasks waiting for trajectories on this worker; the tasks
+        choose another worker. `jobs` and `abandoned` stay."""
         received = self.received()
         for key, answer in self.waiting.items():
             _raise(answer, WorkerLost(cause, received=key in received))
@@ -68,7 +69,8 @@ class WorkerLink:
             answer.set_result(trajectory)
 
     def drop_abandoned(self) -> None:
-        """Drops abandoned jobs that were not sent yet; `abandoned` keeps the others, which the worker must drop."""
+        """Drops abandoned jobs that were not sent yet, and answers None to the tasks waiting for their trajectories.
+        `abandoned` keeps the keys of the other jobs, which the worker must drop."""
         unsent, abandoned = {job.key for job in self.jobs}, {*self.abandoned}
         for job in self.jobs:
             for key in job.keys if job.key in abandoned else ():
@@ -77,7 +79,8 @@ class WorkerLink:
         self.abandoned = sorted(abandoned - unsent)
 
     def report_left(self, session: str, engines: Collection[int]) -> None:
-        """Tells the worker, without waiting, that engines are leaving and get no new requests.
+        """Tells the worker, without waiting, that engines are leaving and get no new requests. Sends only engines not
+        reported before; nothing if there are none.
 
         Args:
             session: Name of the session at the worker.

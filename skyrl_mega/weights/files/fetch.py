@@ -112,10 +112,11 @@ class Reader:
             stopped: Ends the fetch at the next publication or range, with a StoreError, once it is set.
 
         Raises:
-            StoreError: The store failed, or lacks an object of the publication (`Absent`), or the time is over.
-            DamagedFiles: An object is not as written, also after `REREADS` attempts.
-            Incomplete: The publication lacks a box of the shard.
-            UserError: The file cannot be used.
+            StoreError: The store failed, lacks an object of the publication (`Absent`), `source.timeout_s` is over, or
+                `stopped` is set.
+            DamagedFiles: An object is not as written, after `REREADS` attempts, or the image's file was changed.
+            Incomplete: The publication lacks a part of the shard, or has it in another type.
+            UserError: `file` is in use or cannot be opened, or fsspec cannot open the store's address.
         """
         start, report = time.monotonic(), FetchReport()
         self._stopped = stopped or threading.Event()
