@@ -10,6 +10,8 @@ BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
 _BIAS = 127
 """Exponent of a scale of 1."""
+NOT_A_NUMBER = 255
+"""Scale that stands for no number."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _STRIP = 1 << 16
 """Blocks dequantised at a time; a strip needs 16 MiB."""
@@ -20,7 +22,7 @@ def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         blocks: uint8 [..., G, 16]; the lower half of a byte is the number before the upper half's.
-        scales: uint8 [..., G]; 255 makes infinity and NaN.
+        scales: uint8 [..., G]; `NOT_A_NUMBER` is computed as a power of two, as in transformers.
         dtype: Type of the result.
     """
     numbers = torch.tensor([*_E2M1, *(-value for value in _E2M1)])

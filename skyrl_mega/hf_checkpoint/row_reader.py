@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.hf_checkpoint.box_files import CHUNK_BYTES
+from skyrl_mega.hf_checkpoint.box_header import Damaged
 from skyrl_mega.hf_checkpoint.index import MXFP4_DTYPE, TensorEntry
 from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
 from skyrl_mega.kernels import mxfp4
@@ -40,7 +41,7 @@ def read_rows(
         parts: At least one box of the global tensor, each with a local tensor of the box's shape on any device.
 
     Raises:
-        Damaged: The file ends before the tensor does.
+        Damaged: The file ends before the tensor does, or an MXFP4 scale is no number.
         OSError: The file cannot be opened or read.
     """
     first = min(box.start[0] for box, _ in parts)
@@ -63,6 +64,8 @@ def _rows(reader: TensorReader, name: str, entry: TensorEntry, form: DiskForm, r
     assert entry.scales is not None
     blocks = reader.rows(name, entry, rows.start[0], rows.shape[0]).clone()  # the next call uses the same buffer
     scales = reader.rows(name, entry.scales, rows.start[0], rows.shape[0])
+    if bool((scales == mxfp4.NOT_A_NUMBER).any()):
+        raise Damaged(f"{entry.scales.file}: {name}: an MXFP4 scale is 255, which is no number")
     return mxfp4.dequantise(blocks, scales, dtype).view(rows.shape)
 
 

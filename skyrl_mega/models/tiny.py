@@ -78,8 +78,8 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     """Creates a model directory with random weights: config.json, float32 safetensors, generation_config.json.
 
     Adds a tokenizer and chat template with `model.build.tokenizer=characters`. Matrices are normal with standard
-    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; anything existing at `path`
-    (another process was faster) stays unchanged.
+    deviation 0.02, norms 1 (0 where 1 is added to them), biases 0. The directory appears whole or not at all; anything
+    existing at `path` (another process was faster) stays unchanged.
 
     Args:
         config: Architecture and sizes (`model.build`).
@@ -96,11 +96,13 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
         tensors = architecture(hf).disk_tensors(hf)
     except UserError as error:
         raise UserError(error, key="model.build") from error
+    centered = architecture(hf).describe(hf).zero_centered_norms
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in tensors.items():
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape)
+            zero = centered and not name.endswith("linear_attn.norm.weight")
+            weights[name] = torch.zeros(shape) if zero else torch.ones(shape)
         elif name.endswith("bias"):
             weights[name] = torch.zeros(shape)
         else:

@@ -12,6 +12,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.blocks.base import DeltaNetSizes, EngineCut, MegatronPlace, Spec, Work
 from skyrl_mega.models.blocks.gdn import GatedDeltaNet
+from skyrl_mega.models.families import qwen3_5_moe_text
 from skyrl_mega.models.families.qwen3_next import FULL, LINEAR, describe
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.models.tiny import hf_config
@@ -113,11 +114,24 @@ def test_every_fourth_layer_has_full_attention_by_default() -> None:
         ({"layer_types": [FULL, LINEAR]}, "a list of 4"),
         ({"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads 2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"is_causal": False}, "is_causal"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         describe(HF | change)
+    with pytest.raises(UserError, match=message):
+        qwen3_5_moe_text.describe(HF | change)
+
+
+def test_qwen3_5_needs_weights_of_experts_that_add_up_to_one() -> None:
+    """Refuses null, which vLLM takes for False."""
+    for value in (None, False):
+        with pytest.raises(UserError, match="norm_topk_prob"):
+            qwen3_5_moe_text.describe(HF | {"norm_topk_prob": value})
 
 
 def test_vllm_keeps_states_in_float32() -> None:

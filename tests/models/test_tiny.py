@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_mega.common.errors import UserError
@@ -91,6 +92,13 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     build(config, tmp_path / "a", 2)  # the folder exists
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == a
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+def test_norms_of_a_new_model_multiply_by_one(tmp_path: Path) -> None:
+    build(BuildConfig(architecture="qwen3_next", layers=2), tmp_path / "model")
+    norms = {n: t for n, t in load_file(tmp_path / "model" / "model.safetensors").items() if n.endswith("norm.weight")}
+    assert {name for name, norm in norms.items() if norm.any()} == {"model.layers.0.linear_attn.norm.weight"}
+    assert all(norm.eq(norm[0]).all() for norm in norms.values()), "1 is added to all others"
 
 
 def test_impossible_sizes_are_refused(tmp_path: Path) -> None:

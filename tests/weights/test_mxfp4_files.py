@@ -89,6 +89,17 @@ def test_any_box_has_the_values_on_disk(
         assert torch.equal(values, expected[box.slices()])
 
 
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    blocks, scales = torch.zeros(5, 12, 2, 16, dtype=torch.uint8), torch.full((5, 12, 2), 127, dtype=torch.uint8)
+    scales[3, 1, 1] = mxfp4.NOT_A_NUMBER
+    save_file({"blocks": blocks, "scales": scales}, tmp_path / "model.safetensors")
+    entries = read_header(tmp_path / "model.safetensors")
+    packed = TensorEntry(**{**vars(entries["blocks"]), "scales": entries["scales"]})
+    values = torch.zeros(SHAPE)
+    with pytest.raises(UserError, match=r"model\.safetensors: experts: an MXFP4 scale is 255"):
+        row_reader.read_rows(TensorReader(), "experts", packed, FORM, SHAPE, [(Box((0,) * 4, SHAPE), values)])
+
+
 def test_a_tensor_written_in_the_order_on_disk_is_read_back() -> None:
     for form, shape in (
         (FORM, SHAPE),

@@ -56,12 +56,23 @@ def test_an_update_copies_sinks_again_in_place(dtype: torch.dtype) -> None:
     model, backend = loaded_model(dtype)
     parameters = LoadTimeParameters(model, torch.device("cpu"), dtype)
     assert list(parameters) == ["layer.sinks"], "copies are not sent"
-    assert list(parameters.sinks) == (["layer.attn"] if dtype == torch.bfloat16 else [])
+    assert [layer for layer, _ in parameters.sinks] == (["layer.attn"] if dtype == torch.bfloat16 else [])
     address, value = backend.sinks.data_ptr(), torch.randn(HEADS, dtype=dtype)
     assert update(parameters, value) == []
     assert torch.equal(backend.sinks, value.float()) and backend.sinks.data_ptr() == address
     assert update(parameters, value, check=True) == []
     assert update(parameters, value + 1, check=True) == ["layer.sinks"]
+
+
+def test_every_variant_of_a_layers_backend_copies_sinks_again() -> None:
+    model, backend = loaded_model(torch.bfloat16)
+    other = Backend(backend._sinks_source)
+    other.process_weights_after_loading(torch.bfloat16)
+    backend.get_impl_variants = lambda: (backend, other)  # type: ignore[method-assign]
+    parameters = LoadTimeParameters(model, torch.device("cpu"), torch.bfloat16)
+    value = torch.randn(HEADS, dtype=torch.bfloat16)
+    assert update(parameters, value) == []
+    assert torch.equal(backend.sinks, value.float()) and torch.equal(other.sinks, value.float())
 
 
 def test_a_check_finds_copies_that_an_update_left_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,18 @@ from typing import Any
 from skyrl_mega.models.blocks.experts import Experts, SharedExpert
 from skyrl_mega.models.blocks.gdn import GatedDeltaNet
 from skyrl_mega.models.blocks.routing import ExpertRouter
-from skyrl_mega.models.config_json import Hf, integer, require, with_defaults
+from skyrl_mega.models.config_json import Hf, integer, unsupported, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 from skyrl_mega.models.families import qwen3_next
-from skyrl_mega.models.families.qwen3_next import DEFAULTS, FULL, LINEAR, SHARED, gated_attention, layer_types
+from skyrl_mega.models.families.qwen3_next import (
+    DEFAULTS,
+    FULL,
+    LINEAR,
+    SHARED,
+    gated_attention,
+    layer_types,
+    require_vllm_defaults,
+)
 
 CLASS = "Qwen3_5MoeForCausalLM"
 """The transformers class, by which vLLM selects the model."""
@@ -41,11 +49,9 @@ def of_experts(hf: Hf, read: Callable[..., Experts]) -> Decoder:
         UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, **DEFAULTS)
-    # Keys that vLLM's class reads, and transformers' does not.
-    for key, value in (("norm_topk_prob", True), ("attn_output_gate", True), ("layer_scale", False)):
-        require(hf, key, value)
-    if hf.get("output_gate_type") != "swish":  # another name of silu
-        require(hf, "output_gate_type", "silu")
+    require_vllm_defaults(hf)
+    if hf.get("norm_topk_prob", True) is not True:  # null means False to vLLM, and nothing to transformers
+        raise unsupported(hf, "norm_topk_prob", "True")
     shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED)
     experts = read(hf, ExpertRouter("softmax", renormalize=True), shared, count=("num_experts",))
     mixers = {LINEAR: GatedDeltaNet.read(hf, separate=True), FULL: gated_attention(hf)}

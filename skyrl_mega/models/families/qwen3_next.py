@@ -14,7 +14,7 @@ from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gdn import GatedDeltaNet
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.blocks.routing import ExpertRouter, sparse_step_layers
-from skyrl_mega.models.config_json import Hf, integer, with_defaults
+from skyrl_mega.models.config_json import Hf, integer, require, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 CLASS = "Qwen3NextForCausalLM"
@@ -34,6 +34,8 @@ SHARED = ("mlp.shared_expert", "mlp.shared_expert_gate.weight")
 """Names of the shared expert and of its gate."""
 ROTATED = 0.25
 """Default of `partial_rotary_factor`."""
+READ_BY_VLLM = (("attn_output_gate", True), ("layer_scale", False), ("qkv_bias", False), ("is_causal", True))
+"""Keys that vLLM's classes of Qwen3-Next and Qwen3.5 read and transformers' do not, with their defaults."""
 LINEAR, FULL = "linear_attention", "full_attention"
 """Entries of `layer_types`."""
 
@@ -45,6 +47,7 @@ def describe(hf: Hf) -> Decoder:
         UserError: A key is missing, or a value is not supported.
     """
     hf = with_defaults(hf, **DEFAULTS, decoder_sparse_step=1, norm_topk_prob=True)
+    require_vllm_defaults(hf)
     moe = sparse_step_layers(hf)
     shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED)
     experts = Experts.read(hf, ExpertRouter.softmax(hf), shared, count=("num_experts",))
@@ -53,6 +56,18 @@ def describe(hf: Hf) -> Decoder:
     kinds = {(kind, routed): (mixer, experts if routed else dense) for kind, mixer in mixers.items() for routed in moe}
     layers = [kinds[layer] for layer in zip(layer_types(hf), moe, strict=True)]
     return read_decoder(hf, layers, engine_ties=False, zero_centered_norms=True)
+
+
+def require_vllm_defaults(hf: Hf) -> None:
+    """Checks keys with which vLLM would compute another model than transformers.
+
+    Raises:
+        UserError: A key has another value than vLLM's default.
+    """
+    for key, value in READ_BY_VLLM:
+        require(hf, key, value)
+    if hf.get("output_gate_type") != "swish":  # another name of silu
+        require(hf, "output_gate_type", "silu")
 
 
 def gated_attention(hf: Hf) -> GroupedQueryAttention:
