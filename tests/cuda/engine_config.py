@@ -25,6 +25,8 @@ MODELS = (
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 """Architectures of the GPU recipes."""
 TOTAL = int(79.1 * 2**30)
@@ -77,6 +79,9 @@ def inspect() -> None:
     normally in a process per model; after `pretend` the classes cannot be imported."""
     from vllm.model_executor.models import registry
 
+    from skyrl_mega.engines.vllm.plugin import register
+
+    register()
     registry._run_in_subprocess = lambda look: look()
     for name in MODELS:
         registry.ModelRegistry.models[name].inspect_model_cls()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from skyrl_mega.engines.vllm.cpu_drafts import repair_expansion
 from skyrl_mega.engines.vllm.cpu_experts import allow_expert_parallelism, allow_replicas
 from skyrl_mega.engines.vllm.cpu_router import allow_sigmoid_without_groups
-from skyrl_mega.engines.vllm.draft_weights import read_draft_weights
 
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
@@ -22,8 +21,8 @@ MAY_HOLD = "skyrl_mega_may_hold"
 def register() -> None:
     """Registers our weight-transfer engine, tokenizers and text model of Qwen3.5 with vLLM.
 
-    Repairs the loading of a draft model (`draft_weights`), and on a CPU the router (`cpu_router`), experts on several
-    workers (`cpu_experts`) and the check of draft tokens (`cpu_drafts`). May be called again in the same process.
+    On a CPU repairs the router (`cpu_router`), experts on several workers (`cpu_experts`) and the check of draft tokens
+    (`cpu_drafts`). May be called again in the same process.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.models import ModelRegistry
@@ -36,7 +35,6 @@ def register() -> None:
         allow_expert_parallelism()
         allow_replicas()
         repair_expansion()
-    read_draft_weights()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
     ModelRegistry.register_model(QWEN3_5, f"skyrl_mega.engines.vllm.qwen3_5:{QWEN3_5}")

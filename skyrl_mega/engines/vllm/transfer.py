@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.cache_groups import room
+from skyrl_mega.engines.vllm.draft_weights import read_draft_weights
 from skyrl_mega.engines.vllm.drafts import Suppressor
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
@@ -331,3 +332,6 @@ class WorkerExtension:
         engine.start_weight_update()
         load.load(Path(path), self.own_shard(), engine.parameters, written=engine.parameters.mark_written)
         engine.parameters.close()
+
+
+read_draft_weights()  # here, because vLLM imports this module in every worker just before the worker loads the model
