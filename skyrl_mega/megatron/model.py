@@ -183,6 +183,10 @@ def transformer_config(
         **(transformer_settings(policy.precision) if te else {}),
     )
     kind, needed = config_class(settings.transformer)
+    for name, value in needed.items():
+        if policy.options.get(name, value) != value:
+            why = "megatron-core computes wrong positions of this model with another value"
+            raise UserError(why, key=f"policy.options.{name}", value=policy.options[name], fix=f"give {value}")
     return with_options(kind, ours | needed, policy.options, "policy.options")
 
 

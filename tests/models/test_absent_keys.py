@@ -48,6 +48,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Further keys without a default, and values that vLLM requires."""
 READ_BY_VLLM = {("glm4_moe", "head_dim"), ("minimax_m2", "head_dim")}
 """Keys with a default in transformers and none in vLLM."""
+FALSE_TO_VLLM = {("qwen3_5_moe_text", "norm_topk_prob")}
+"""Keys for which vLLM takes null as False, and transformers as the default."""
 OPTIONAL = (
     "num_key_value_heads",
     "max_position_embeddings",
@@ -135,7 +137,11 @@ def test_as_in_transformers(model_type: str, key: str, how: str) -> None:
         taken = None not in expected["rope"] and expected["kv_heads"] is not None
     except StrictDataclassFieldValidationError:
         taken = False
-    if not taken or (how in ("absent", "null") and (model_type, key) in READ_BY_VLLM):
+    if (
+        (how == "null" and (model_type, key) in FALSE_TO_VLLM)
+        or not taken
+        or (how in ("absent", "null") and (model_type, key) in READ_BY_VLLM)
+    ):
         with pytest.raises(UserError, match=f"config[.]json: {key} is (null|missing)"):
             architecture(hf).describe(hf)
         return

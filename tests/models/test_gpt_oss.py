@@ -38,6 +38,7 @@ def test_an_absent_key_has_the_default_of_transformers_or_is_refused(key: str) -
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1.0e-06"),
         ({"attention_bias": False}, "attention_bias is false"),
         ({"layer_types": ["full_attention"] * 24}, "layer_types is"),
+        ({"num_experts": 16}, "num_experts is 16"),
         ({"num_experts_per_tok": 64}, "num_experts_per_tok 64 is above the 32 experts"),
         ({"intermediate_size": 2888, "quantization_config": {"quant_method": "mxfp4"}}, "intermediate_size is 2888"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantization_config is"),
@@ -52,6 +53,12 @@ def test_only_families_published_in_mxfp4_read_it() -> None:
     hf = known("Qwen3-30B-A3B") | {"quantization_config": {"quant_method": "mxfp4"}}
     with pytest.raises(UserError, match=r"quantization_config\.quant_method is"):
         architecture(hf).describe(hf)
+
+
+def test_an_engine_has_at_most_as_many_workers_as_key_value_heads() -> None:
+    with pytest.raises(UserError, match="16 is more than the model's 8 key/value heads"):
+        ARCH.check_engine(HF, 16, True)
+    ARCH.check_engine(HF, 8, True)
 
 
 def test_experts_with_biases_are_not_split_by_columns() -> None:

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.megatron.model import transformer_config
 from skyrl_mega.models.blocks.rope import Rope
+from skyrl_mega.models.published import known
+from tests.megatron.layouts import layout
 
 YARN = {
     "rope_type": "yarn",
@@ -62,6 +66,21 @@ def test_angles_and_their_factor_are_transformers(changes: dict[str, Any], monke
     actual = embedding[positions, 0, 0, :32]
     for function, wanted in zip((torch.cos, torch.sin), expected, strict=True):
         torch.testing.assert_close(function(actual) * factor, wanted[0], atol=3e-3, rtol=0)
+
+
+def test_two_descriptions_of_positions_must_be_equal() -> None:
+    """Refuses differing ones: transformers takes `rope_scaling` then."""
+    assert Rope.read({"rope_parameters": YARN, "rope_scaling": YARN}, yarn=True) == Rope.read(
+        {"rope_parameters": YARN}, yarn=True
+    )
+    with pytest.raises(UserError, match="rope_scaling is"):
+        Rope.read({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 4.0}}, yarn=True)
+
+
+def test_an_option_that_would_lose_the_factor_is_refused() -> None:
+    policy = PolicyConfig(options={"apply_rope_fusion": True})
+    with pytest.raises(UserError, match=r"^policy\.options\.apply_rope_fusion = True: .*; give False$"):
+        transformer_config(known("gpt-oss-20b"), policy, layout(1), torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,12 @@ class GroupedQueryAttention(Block):
         return (("attention heads", self.heads), *shared)
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
+        if self.sinks and self.kv_heads < cut.tensor:
+            raise UserError(
+                f"{cut.tensor} is more than the model's {self.kv_heads} key/value heads, which vLLM's class cannot cut",
+                key=key,
+                fix="choose a divisor of the number of key/value heads",
+            )
         if self.kv_heads < cut.tensor and cut.tensor % self.kv_heads:
             raise UserError(
                 f"{cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads; choose one", key=key

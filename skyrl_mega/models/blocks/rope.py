@@ -112,6 +112,8 @@ class Rope:
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
+        if hf.get("rope_scaling") not in (None, {}, values):
+            raise unsupported(hf, "rope_scaling", "the value of rope_parameters, or no value beside it")
         if not isinstance(values, Mapping):
             raise unsupported(hf, key, "a mapping")
         bases = [keys for keys in (values, hf) if "rope_theta" in keys]

@@ -33,6 +33,8 @@ def describe(hf: Hf) -> Decoder:
     kinds = [(WINDOWED, FULL)[index % 2] for index in range(integer(hf, "num_hidden_layers"))]
     if hf.get("layer_types") not in (None, kinds):
         raise unsupported(hf, "layer_types", f"{WINDOWED} and {FULL} in turn, which vLLM always uses")
+    if hf.get("num_experts") not in (None, hf.get("num_local_experts")):  # the one that transformers would use
+        raise unsupported(hf, "num_experts", "no value beside num_local_experts")
     experts, window = FusedExperts.of(hf), integer(hf, "sliding_window")
     layers = {kind: (_attention(hf, window if kind == WINDOWED else None), experts) for kind in (WINDOWED, FULL)}
     return read_decoder(
