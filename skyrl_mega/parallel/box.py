@@ -73,10 +73,22 @@ class Shard:
     [2·F, H] are declared as [F, 2, H], so that a box is every second row (`shaped`)."""
     pieces: tuple[Piece, ...]
 
+    def holds(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Returns True if a module's tensor of this shape is the local tensor `name`: it has the declared shape, or
+        another number of dimensions and as many elements."""
+        declared = self.params[name]
+        return shape == declared or (len(shape) != len(declared) and prod(shape) == prod(declared))
+
     def shaped(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns the local tensor `name` in the declared shape: `tensor` itself, or a view."""
-        shape = self.params[name]
-        return tensor if tensor.dim() == len(shape) else tensor.view(shape)
+        """Returns the local tensor `name` in the declared shape: `tensor` itself, or a view.
+
+        Raises:
+            ValueError: The tensor has another shape; a part of it would never be read or written.
+        """
+        declared, shape = self.params[name], tuple(tensor.shape)
+        if not self.holds(name, shape):
+            raise ValueError(f"{name} has the shape {shape}, but its shard declares {declared}")
+        return tensor if shape == declared else tensor.view(declared)
 
 
 @dataclass(frozen=True)
