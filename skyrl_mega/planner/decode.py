@@ -35,6 +35,8 @@ class Reads:
     per_sequence: int = 0
     """Bytes per sequence and step whatever its length: states of recurrent layers, read and written, and keys and
     values of sliding windows."""
+    per_draft: int = 0
+    """Bytes per draft token and step: a state of recurrent layers, written in addition."""
 
     def weights(self, tokens: float) -> float:
         """Returns the expected bytes of weights read in one step for `tokens` tokens with independent choices of
@@ -52,8 +54,8 @@ def reads(config: Config, decoder: Decoder) -> Reads:
     )
     plain = engine_bytes(config, decoder) - sum(n for n, _ in sparse)
     per_token = kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config))
-    per_sequence = 2 * state_bytes(config, decoder) + window_bytes(config, decoder)
-    return Reads(int(plain), sparse, per_token, per_sequence)
+    state = state_bytes(config, decoder)
+    return Reads(int(plain), sparse, per_token, 2 * state + window_bytes(config, decoder), per_draft=state)
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from math import prod
 
 from skyrl_mega.common import limits
 from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, fp8_weights, small_cache
+from skyrl_mega.config.drafts import draft_tokens
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models import engine
@@ -24,7 +25,8 @@ from skyrl_mega.weights.fp8.format import quantised
 SCALE = 4
 """Bytes of the scale of a block."""
 CACHED_STATES = 2
-"""States of a running sequence in vLLM 0.32 with prefix caching (`MambaSpec.max_memory_usage_bytes`)."""
+"""States of a running sequence in vLLM 0.32 with prefix caching and without drafts
+(`MambaSpec.max_memory_usage_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ def window_bytes(config: Config, decoder: Decoder) -> int:
 
 
 def state_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of a sequence's states in an engine worker, over all layers: of convolutions and recurrent
+    """Returns the bytes of one state of a sequence in an engine worker, over all layers: of convolutions and recurrent
     layers, the same for every length. 0 for a model with attention only."""
-    cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
-    return sum(count * block.state_bytes(cut) for kind, count in decoder.layer_counts() for block in kind)
+    rollout = config.rollout
+    cut, drafts = EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout)), draft_tokens(rollout)
+    return sum(count * block.state_bytes(cut, drafts) for kind, count in decoder.layer_counts() for block in kind)
 
 
 def sequence_bytes(config: Config, decoder: Decoder) -> int:
@@ -135,10 +138,11 @@ def sequence_bytes(config: Config, decoder: Decoder) -> int:
     keys and values of sliding windows.
 
     With prefix caching vLLM keeps two states of a running sequence: the present one, and the one at the end of the last
-    full block, from which a later request with the same prefix continues.
+    full block, from which a later request with the same prefix continues. A further state for each draft token allows
+    the engine to go back to the last accepted token.
     """
-    states = state_bytes(config, decoder) * (CACHED_STATES if prefix_caching(config) else 1)
-    return states + window_bytes(config, decoder)
+    states = (CACHED_STATES if prefix_caching(config) else 1) + draft_tokens(config.rollout)
+    return states * state_bytes(config, decoder) + window_bytes(config, decoder)
 
 
 def prefix_caching(config: Config) -> bool:

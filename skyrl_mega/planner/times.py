@@ -251,7 +251,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     def step(running: float, tokens: float) -> float:
         """Returns the seconds of a step of `running` sequences with `tokens` tokens each."""
         computed = running * tokens
-        of_sequence = mean * reading.per_token + reading.per_sequence
+        of_sequence = mean * reading.per_token + reading.per_sequence + (tokens - 1) * reading.per_draft
         read = reading.weights(computed) + running / (workers / rollout.tensor) * of_sequence
         compute = computed * (work.matrices + work.decoding_at(mean)) / workers / speed
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6

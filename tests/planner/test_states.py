@@ -36,11 +36,11 @@ def model(name: str) -> Decoder:
     return architecture(hf).describe(hf)
 
 
-def state_of(name: str, tensor: int) -> int:
+def state_of(name: str, tensor: int, drafts: int = 0) -> int:
     """Returns the bytes of a sequence's states: a matrix per value head in float32, and three tokens of the convolution
-    over queries, keys and values in bfloat16."""
+    over queries, keys and values in bfloat16, with `drafts` more for draft tokens."""
     layers, _, heads = STATES[name]
-    return layers * (heads * 128 * 128 * 4 + 3 * (2 * 16 + heads) * 128 * 2) // tensor
+    return layers * (heads * 128 * 128 * 4 + (3 + drafts) * (2 * 16 + heads) * 128 * 2) // tensor
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -62,6 +62,29 @@ def test_a_decoding_step_reads_and_writes_every_state(name: str) -> None:
     experts = reads(config, decoder).weights(200) - reads(config, decoder).weights(100)
     of_cache = 100 * (2 * state_of(name, 2) + 1000 * STATES[name][1] * 1024)
     assert decode(200) - decode(100) == pytest.approx((experts + of_cache) / bandwidth, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_sequence_takes_a_further_state_for_each_draft_token(name: str) -> None:
+    decoder, drafts = model(name), ("rollout.drafts.method=ngram", "rollout.drafts.max_tokens=4")
+    state = state_of(name, 2, drafts=4)
+    assert engine_memory(settings(*drafts), decoder).per_sequence == (2 + 4) * state
+    without = ("rollout.options.enable_prefix_caching=false", *drafts)
+    assert engine_memory(settings(*without), decoder).per_sequence == (1 + 4) * state
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_step_with_draft_tokens_writes_a_state_for_each(name: str) -> None:
+    decoder, plain = model(name), settings()
+    drafted = settings(
+        "rollout.drafts.method=ngram",
+        *("rollout.drafts.max_tokens=4", "rollout.drafts.acceptance=0", "rollout.drafts.adaptive=false"),
+    )
+    bandwidth = plain.cluster.rates.memory_gb_s * 1e9 * plain.cluster.rates.memory_share
+    of_weights = reads(plain, decoder).weights(5 * 100) - reads(plain, decoder).weights(100)
+    of_states = 100 * (6 * state_of(name, 2, drafts=4) - 2 * state_of(name, 2))
+    seconds = decoding(drafted, decoder, mean=1000)(100) - decoding(plain, decoder, mean=1000)(100)
+    assert seconds == pytest.approx((of_weights + of_states) / bandwidth, rel=1e-6)
 
 
 def test_states_bound_the_number_of_short_sequences() -> None:

@@ -255,9 +255,9 @@ class GatedDeltaNet(Block):
         states = {"mamba_ssm_cache_dtype": "float32"}
         return states | {"enable_prefix_caching": False} if device == "cpu" else states
 
-    def state_bytes(self, cut: EngineCut) -> int:
+    def state_bytes(self, cut: EngineCut, drafts: int = 0) -> int:
         part = self.sizes.part(cut.tensor)
-        convolution = (part.window - 1) * part.convolved * CONVOLUTION
+        convolution = (part.window - 1 + drafts) * part.convolved * CONVOLUTION
         return convolution + part.value_heads * part.key_width * part.value_width * FLOAT32
 
     def engine_width(self, cut: EngineCut) -> float:
