@@ -18,6 +18,7 @@ from skyrl_mega.config.derived import (
     length_limit,
     planned_device,
 )
+from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.precision import needs
 from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.vllm import arguments
@@ -32,6 +33,11 @@ from skyrl_mega.planner.memory import critic_dims
 CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
 twice."""
+
+WHOLE_SHARED = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+"""`model_type` of the models whose shared experts vLLM 0.32 keeps whole in every worker, instead of a part of the
+columns, in engines with several replicas of several workers and with expert parallelism
+(`ParallelConfig.use_sequence_parallel_moe`)."""
 
 FREE = ("max_position_embeddings", "quantization_config")
 """Keys of config.json that may differ in an engine; FP8 has checks of its own (`config.checks.engines`)."""
@@ -107,6 +113,24 @@ def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
+def _check_shared_experts(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuses engines with whole shared experts in every worker (`WHOLE_SHARED`): a weight sync delivers columns.
+
+    Engines of several nodes pass: they are only planned, and a run refuses them (`config.checks`).
+    """
+    rollout, node = config.rollout, engine_cluster(config).gpus_per_node
+    is_whole = rollout.tensor > 1 and engine_data(rollout) > 1 and expert_parallel(rollout)
+    runs = planned_device(config) == "cpu" or engine_ranks(rollout) <= node
+    if is_whole and runs and hf.get("model_type") in WHOLE_SHARED:
+        raise UserError(
+            f"with rollout.tensor = {rollout.tensor} and enable_expert_parallel, vLLM 0.32 keeps the shared experts of "
+            f"{hf['model_type']} whole in every worker, and a weight sync delivers a part of the columns",
+            key="rollout.options.data_parallel_size",
+            value=engine_data(rollout),
+            fix=f"give rollout.tensor=1 and data_parallel_size={engine_ranks(rollout)}, or data_parallel_size=1",
+        )
+
+
 def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:
     """Returns True if config.json describes the same layers with another value of a key."""
     changed = {**hf, key: value}
@@ -133,6 +157,7 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     kind = architecture(hf)
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
+    _check_shared_experts(config, hf)
     decoder = kind.describe(hf)
     _check_overrides(config, hf)
     if fp8_weights(config.rollout):

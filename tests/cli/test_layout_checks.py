@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyrl_mega.cli.layout_checks import check_engine
+from skyrl_mega.cli.layout_checks import WHOLE_SHARED, check_engine
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, RolloutConfig
-from skyrl_mega.models.published import known
+from skyrl_mega.models.published import KNOWN, known
+from skyrl_mega.models.registry import ARCHITECTURES, architecture
 
 
 def check(model: str, overrides: dict[str, Any]) -> None:
@@ -53,3 +56,55 @@ def test_overrides_that_change_the_model_are_refused(model: str, key: str, value
 )
 def test_overrides_that_leave_the_model_as_it_is_pass(model: str, overrides: dict[str, Any]) -> None:
     check(model, overrides)
+
+
+SHARED = {hf["model_type"] for hf in KNOWN.values() if getattr(architecture(hf).describe(hf).experts, "shared", None)}
+"""`model_type` of the published models with shared experts."""
+
+
+def check_replicas(model: str, tensor: int, data: int, *, whole: bool = True, device: str = "cuda") -> None:
+    options = {"data_parallel_size": data, "enable_expert_parallel": whole}
+    config = Config(rollout=RolloutConfig(tensor=tensor, options=options, max_length=1024))
+    config.cluster.device = device
+    check_engine(config, known(model))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "model", ["DeepSeek-V3", "Moonlight-16B-A3B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-35B-A3B"]
+)
+def test_replicas_with_whole_shared_experts_are_refused(model: str, device: str) -> None:
+    line = r"^rollout.options.data_parallel_size = 2: .* whole in every worker.*; give rollout.tensor=1 and "
+    with pytest.raises(UserError, match=line + "data_parallel_size=4, or data_parallel_size=1$"):
+        check_replicas(model, 2, 2, device=device)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "data", "whole"),
+    [
+        ("Qwen3-30B-A3B", 2, 2, True),
+        ("GLM-4.5-Air", 2, 2, True),
+        ("gpt-oss-20b", 2, 2, True),
+        ("Qwen3.5-35B-A3B", 1, 4, True),
+        ("Qwen3.5-35B-A3B", 2, 1, True),
+        ("Qwen3.5-35B-A3B", 2, 2, False),
+        ("Qwen3.5-397B-A17B", 8, 4, True),
+    ],
+)
+def test_other_replicas_and_plans_over_several_nodes_pass(model: str, tensor: int, data: int, whole: bool) -> None:
+    check_replicas(model, tensor, data, whole=whole)
+
+
+@pytest.mark.parametrize("model_type", sorted(SHARED | set(WHOLE_SHARED)))
+def test_the_refused_models_are_those_with_whole_shared_experts_in_vllm(model_type: str) -> None:
+    """Compares with the sources of vLLM's classes."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    name = ARCHITECTURES[model_type].transformers_class
+    [source] = [
+        text
+        for file in Path(spec.origin).with_name("model_executor").joinpath("models").glob("*.py")
+        if f"\nclass {name}(" in (text := file.read_text())
+    ]
+    assert ("use_sequence_parallel_moe" in source) == (model_type in WHOLE_SHARED)
