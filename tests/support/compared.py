@@ -14,7 +14,8 @@ class FileComparison(WorkerExtension):
     def unlike_files(self, path: str) -> list[str]:
         """Returns the names of the load-time parameters unlike this worker's part of a Hugging Face directory; changes
         nothing."""
-        parameters = self.weight_transfer_engine.parameters
+        engine = self.weight_transfer_engine
+        parameters, shard = engine.parameters, engine.own_shard()
         parameters.open(check=True)
-        load(Path(path), self.own_shard(), parameters, written=parameters.mark_written)
+        load(Path(path), shard, parameters, written=parameters.mark_written)
         return list(parameters.close())

@@ -110,6 +110,7 @@ class VllmEngine:
                 f"vLLM refuses the settings: {reasons}", key="rollout.options", value=self.spec.rollout.options
             ) from None
         collect_columns(self.llm.output_processor)
+        await self.workers("check_parameters")
         if self.spec.device == "cpu" and not self.uses_drafts:
             await self.workers("draw_seeds_ahead")  # checking drafts draws from the same generators
         if adapts(self.spec):

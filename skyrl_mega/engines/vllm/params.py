@@ -162,7 +162,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         local_name = layer.names[name]
         if local_name not in layer.separate:
             loaded = self._load_time(layer, local_name)
-            part, is_fresh = _unpadded(layer.module, local_name, loaded), local_name in layer.live
+            part, is_fresh = unpadded(layer.module, local_name, loaded), local_name in layer.live
             written = torch.float32 if name in self.float32 else self.dtype
             if part is loaded and (is_fresh or (not self.checking and loaded.dtype == written)):
                 return loaded
@@ -268,7 +268,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             self[name].zero_()
         full_names = {local_name: name for name, local_name in layer.names.items()}
         for local_name, tensor in layer.separate.items():
-            place = _unpadded(layer.module, local_name, getattr(layer.module, local_name).data)
+            place = unpadded(layer.module, local_name, getattr(layer.module, local_name).data)
             if local_name in layer.live or not self.checking:
                 place.copy_(tensor.view(place.shape))
             elif not torch.equal(place, tensor.view(place.shape).to(place.dtype)):
@@ -329,7 +329,7 @@ def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> 
         )
 
 
-def _unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
+def unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
     """Returns a load-time parameter without padding: `loaded` itself if there is none, else a view.
 
     The view of padded experts [E, 2·W, H] is [E, 2, width, hidden]; of the second projection [E, H, W], [E, hidden,

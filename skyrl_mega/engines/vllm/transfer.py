@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from skyrl_mega.cluster import numa
+from skyrl_mega.engines.vllm import delivery
 from skyrl_mega.engines.vllm.cache_groups import room
 from skyrl_mega.engines.vllm.draft_weights import read_draft_weights
 from skyrl_mega.engines.vllm.drafts import Suppressor
@@ -90,12 +91,30 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         the others.
 
         Raises:
+            RuntimeError: Updates would not fill all parameters (`own_shard`).
             TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
         """
         self.shutdown()
+        self.own_shard()
         self.download = None  # of a former run, which read files
         connection, index = Connection(**init_info.connection), worker_index(self.parallel_config)
         self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + index)
+
+    def own_shard(self) -> Shard:
+        """Returns the boxes of all tensors that this worker holds, computed from the model's config.json and the
+        worker's rank.
+
+        Raises:
+            RuntimeError: The boxes do not fill all parameters of the model (`delivery.check`).
+        """
+        config, parallel = self.model_config.hf_config.to_dict(), self.parallel_config
+        # vLLM treats the replicas of a model without experts as engines of their own: the size is then 1.
+        cut = parallel.tensor_parallel_size, parallel.enable_expert_parallel, parallel.data_parallel_size
+        tensor, whole_experts, data = cut
+        index = worker_index(parallel) if data > 1 else parallel.rank
+        shard = architecture(config).engine_shard(config, tensor, index, whole_experts, data)
+        delivery.check(self.parameters, shard)
+        return shard
 
     def start_weight_update(self) -> None:
         """Begins an update: all parameters of this worker count as not written."""
@@ -258,11 +277,14 @@ class WorkerExtension:
 
         Args:
             source: Fields of `weights.files.source.Source`.
+
+        Raises:
+            RuntimeError: The shard would not fill all parameters (`own_shard`).
         """
         engine = self.weight_transfer_engine
         if engine.download is None:
             config, number = engine.model_config.hf_config.to_dict(), worker_index(engine.parallel_config)
-            engine.download = Download(self.own_shard(), architecture(config).tensors(config), number)
+            engine.download = Download(engine.own_shard(), architecture(config).tensors(config), number)
         engine.download.start(Source(**source))
 
     def fetched(self) -> bool:
@@ -308,16 +330,9 @@ class WorkerExtension:
         taken = [self.recorder.take(name) for name in names] if self.recorder is not None else []
         return [None if read is None else read.packed() for read in taken]
 
-    def own_shard(self) -> Shard:
-        """Returns the boxes of all tensors that this worker holds, computed from the model's config.json and the
-        worker's rank."""
-        config = self.weight_transfer_engine.model_config.hf_config.to_dict()
-        parallel = self.weight_transfer_engine.parallel_config
-        # vLLM treats the replicas of a model without experts as engines of their own: the size is then 1.
-        cut = parallel.tensor_parallel_size, parallel.enable_expert_parallel, parallel.data_parallel_size
-        tensor, whole_experts, data = cut
-        index = worker_index(parallel) if data > 1 else parallel.rank
-        return architecture(config).engine_shard(config, tensor, index, whole_experts, data)
+    def check_parameters(self) -> None:
+        """Raises RuntimeError if updates would not fill all parameters of this worker's model (`delivery.check`)."""
+        self.weight_transfer_engine.own_shard()
 
     def load_files(self, path: str) -> None:
         """Loads this worker's shard from the Hugging Face directory `path`, in the same way as a sync, a layer at a
@@ -325,12 +340,14 @@ class WorkerExtension:
 
         Raises:
             UserError: A tensor is missing or misshapen, or a file cannot be read.
+            RuntimeError: The files would not fill all parameters (`own_shard`); no weights are replaced.
         """
         from skyrl_mega.hf_checkpoint import load
 
         engine = self.weight_transfer_engine
+        shard = engine.own_shard()
         engine.start_weight_update()
-        load.load(Path(path), self.own_shard(), engine.parameters, written=engine.parameters.mark_written)
+        load.load(Path(path), shard, engine.parameters, written=engine.parameters.mark_written)
         engine.parameters.close()
 
 
