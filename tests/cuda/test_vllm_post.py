@@ -187,6 +187,7 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
         addresses = {n: (t.data_ptr(), t.stride()) for n, t in before.items()}
         assert {n for n, t in before.items() if not same(t, fresh[1][n])}  # dummy weights equal neither model
         engine = ShardTransferEngine(config.weight_transfer_config, config, torch.device("cpu"), model)
+        engine.own_shard()  # raises unless the shard fills exactly the load-time parameters
         parameters = engine.parameters
         for which in (1, 0, 1):
             result["wrong"] += update(parameters, shard, paths[which])
