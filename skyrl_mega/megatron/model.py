@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -183,11 +183,16 @@ def transformer_config(
         **(transformer_settings(policy.precision) if te else {}),
     )
     kind, needed = config_class(settings.transformer)
-    for name, value in needed.items():
-        if policy.options.get(name, value) != value:
-            why = "megatron-core computes wrong positions of this model with another value"
-            raise UserError(why, key=f"policy.options.{name}", value=policy.options[name], fix=f"give {value}")
+    _check_needed(needed, policy.options)
     return with_options(kind, ours | needed, policy.options, "policy.options")
+
+
+def _check_needed(needed: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises UserError if an option of the user has another value than the model needs."""
+    for name, value in needed.items():
+        if options.get(name, value) != value:
+            why = "megatron-core computes wrong positions of this model with another value"
+            raise UserError(why, key=f"policy.options.{name}", value=options[name], fix=f"give {value}")
 
 
 def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:

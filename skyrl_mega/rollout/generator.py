@@ -184,7 +184,7 @@ class Generator:
         sampling: SamplingConfig,
         seed: str,
         progress: Progress | None,
-        own: bool,
+        own: bool = False,
     ) -> list[Trajectory]:
         """Returns the trajectories in the order prompt 0 sample 0, prompt 0 sample 1, …. With `own`, groups are made by
         `rollout.generator`."""
