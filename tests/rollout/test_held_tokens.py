@@ -48,7 +48,7 @@ class Story:
         extra = {MAY_HOLD: True} if may_hold else None
         parameters = SimpleNamespace(extra_args=extra)
         self.scheduler.requests[name] = SimpleNamespace(
-            request_id=name, client_index=client, sampling_params=parameters
+            request_id=name, client_index=client, sampling_params=parameters, spec_decode_metrics=None
         )
         self.told[name] = []
 
