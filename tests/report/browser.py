@@ -49,6 +49,9 @@ class Browser:
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read = write, read
+        # Not `select.select`: it takes no file descriptor above 1023, and a process of many tests has more.
+        self._poll = select.poll()
+        self._poll.register(read, select.POLLIN)
         self._number, self._rest, self._session = 0, b"", ""
         self.errors: list[str] = []
         self.requests: list[str] = []
@@ -124,7 +127,7 @@ class Browser:
 
     def _message(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            ready = self._poll.poll(1000 * max(0.0, deadline - time.monotonic()))
             assert ready, f"Chromium has not answered within {PATIENCE_S:g} s"
             chunk = os.read(self._read, 1 << 20)
             assert chunk, "Chromium has ended"
