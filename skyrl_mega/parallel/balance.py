@@ -37,10 +37,10 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
     """Assigns sequences to ranks and micro-batches: `[rank][micro-batch][index of a sequence]`.
 
     Every rank gets the same number of micro-batches, a multiple of `multiple`, because pipeline schedules and expert
-    exchanges are collective. The k-th micro-batches of all ranks are similar in size. No micro-batch exceeds `budget`
-    tokens, except that a sequence longer than the budget gets a separate micro-batch. No sequence is split, lost or
-    repeated. The number of micro-batches is the smallest reached by the two heuristics below. Tokens per rank are near
-    the mean whenever the lengths allow.
+    exchanges are collective. The number is small, but not always the smallest possible. The k-th micro-batches of all
+    ranks are similar in size. No micro-batch exceeds `budget` tokens, except that a sequence longer than the budget
+    gets a separate micro-batch. No sequence is split, lost or repeated. Tokens per rank are near the mean whenever the
+    lengths allow.
 
     A micro-batch is empty only if there are fewer sequences than micro-batches over all ranks. Without sequences every
     rank gets `multiple` empty micro-batches.

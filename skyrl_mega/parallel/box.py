@@ -75,7 +75,7 @@ class Shard:
 
     def holds(self, name: str, shape: tuple[int, ...]) -> bool:
         """Returns True if a module's tensor of this shape is the local tensor `name`: it has the declared shape, or
-        another number of dimensions and as many elements."""
+        another number of dimensions and as many elements. Raises KeyError if the shard has no such local tensor."""
         declared = self.params[name]
         return shape == declared or (len(shape) != len(declared) and prod(shape) == prod(declared))
 
@@ -83,7 +83,9 @@ class Shard:
         """Returns the local tensor `name` in the declared shape: `tensor` itself, or a view.
 
         Raises:
-            ValueError: The tensor has another shape; a part of it would never be read or written.
+            ValueError: The shape is neither the declared one nor a view of it (`holds`): a part of the tensor would
+                never be read or written.
+            KeyError: The shard has no local tensor `name`.
         """
         declared, shape = self.params[name], tuple(tensor.shape)
         if not self.holds(name, shape):
