@@ -30,8 +30,8 @@ class Advantages(NamedTuple):
 
 
 def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
-    """Estimates the advantages of an RL step: a value per token if the batch has tokens, else per sample. Failed
-    trajectories get 0. `batch` stays unchanged.
+    """Estimates the advantages of an RL step and returns them before and after whitening: a value per token if the
+    batch has tokens, else per sample. Failed trajectories get 0. `batch` stays unchanged.
 
     An estimator gives an advantage per trajectory, shared by all tokens and samples, or an advantage per policy token.
     In the second case the other tokens get 0; the loss gives these no weight anyway.
@@ -44,7 +44,8 @@ def compute_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Advantages:
     Raises:
         ValueError: The lengths of a trajectory's answers contradict the trajectory's mask, or a reward is NaN or
             infinite.
-        UserError: As in `algorithms.advantages.estimate`, for example for an unknown estimator.
+        UserError: The estimator cannot be found or imported, returns another shape, or refuses the rewards.
+        KeyError: The batch lacks a needed column.
     """
     judged, per_token, rewards = batch.judged, is_per_token(algorithm), batch.rewards
     if batch.penalty is not None:

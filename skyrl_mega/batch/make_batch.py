@@ -119,7 +119,7 @@ class Batch:
             advantages: For each mini-batch a value per token, [T].
 
         Raises:
-            ValueError: `minis` and `advantages` differ in length.
+            ValueError: `minis` and `advantages` differ in length, or advantages are not one value per token.
         """
         first, views = 0, []
         for mini, advantages_T in zip(minis, advantages, strict=True):
@@ -230,7 +230,7 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
 
     Args:
         batch: From `make_batch`.
-        groups: Groups per optimizer step; the last mini-batch may be smaller. None: all groups.
+        groups: Groups per optimizer step; the last mini-batch may be smaller. None or 0: all groups.
         algorithm: Defines the means of the loss and of the KL term.
 
     Raises:

@@ -40,13 +40,16 @@ def _differ(rewards: Sequence[float], tolerance: float) -> bool:
 
 def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
     """Returns the lists of rewards that the estimator of advantages compares among the trajectories of a prompt, for
-    `rewards_differ`. `judged` are the prompt's trajectories without failure of the environment; without any, no list
-    has an entry.
+    `rewards_differ`. `algorithm.advantage_traits.compares` decides:
 
-    By `advantage_traits.compares`, named: a list per named reward with a nonzero weight. turns: the answers' rewards by
-    turn; a missing answer counts as the mean of all, with advantage 0. returns: the reward from a turn on, for
-    trajectories with an answer in this turn. Otherwise, and for named without any named reward: the trajectories'
-    rewards.
+    - `named`: a list per named reward with a nonzero weight; without any named reward as for other values.
+    - `turns`: a list per turn, of the answers' rewards. A missing answer counts as the mean of all answers.
+    - `returns`: a list per turn, of the rewards from this turn on, summed; only trajectories that answer in this turn.
+    - another value: a single list of the trajectories' rewards.
+
+    Args:
+        judged: The prompt's trajectories without failure of the environment. Without any, no list has an entry.
+        algorithm: The settings.
     """
     weights, compares = algorithm.reward_weights, algorithm.advantage_traits.compares
     if compares == "named" and (named := rewards_by_name(judged, weights)):
