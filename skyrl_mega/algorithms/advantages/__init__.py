@@ -60,7 +60,10 @@ def advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
         [N], a value per trajectory, or [T], a value per token (`estimate`); in the dtype of the rewards.
 
     Raises:
-        UserError, ValueError: As in `estimate` and `whiten`.
+        UserError: The estimator cannot be found or imported, returns another shape, or refuses the inputs (maxrl, a
+            negative reward).
+        ValueError: Inputs of the estimator are missing, or lengths for whitening. Errors in a user-defined estimator
+            pass through unchanged.
     """
     return whiten(estimate(inputs, algorithm), inputs, algorithm).to(inputs.rewards_N.dtype)
 

@@ -55,6 +55,7 @@ def find(name: str) -> Loss:
 
 def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None) -> None:
     """Checks before any process starts that the loss exists and, if it is user-defined, that it works on a few tokens.
+    A user-defined loss is imported and called.
 
     Args:
         algorithm: The settings of the loss.
@@ -62,7 +63,8 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
             log-probs. None: never.
 
     Raises:
-        UserError: The loss is unknown, cannot be imported, is "supervised", or fails on these tokens.
+        UserError: The loss is unknown, cannot be imported, is "supervised", fails on these tokens, or must read the
+            engine's log-probs and does not.
     """
     if algorithm.loss == SUPERVISED:
         raise UserError(

@@ -43,10 +43,11 @@ class _Trial(NamedTuple):
 
 
 def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> None:
-    """Calls a loss on nine tokens: checks that it runs, returns the right form, has a finite gradient, and does not
-    depend on the cut of a mini-batch.
+    """Calls a loss on nine tokens: checks that it runs, returns a scalar and a dict of finite scalar metrics, has a
+    finite gradient, and does not depend on the cut of a mini-batch.
 
-    A loss that needs ranks or a GPU cannot be tried and passes.
+    A loss that needs ranks or a GPU cannot be tried and passes. The cut is not checked for a loss whose gradient
+    differs between two equal calls.
 
     Args:
         loss: The function.
