@@ -73,7 +73,8 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface of this machine with this IPv4 address, or None."""
+    """Returns the name of this machine's network interface with this IPv4 address; None if no interface has this
+    address."""
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if address_of(name) == address), None)
 
@@ -98,7 +99,8 @@ def set_up_process() -> None:
     """Gives this process a new process group, a new temporary folder, and a guard process, which kills the group and
     removes the folder after this process ends.
 
-    Also sets environment variables for the libraries under torch. To be called once, in an actor's process of Ray.
+    Also sets environment variables: USER and HOME if the user is unknown, TMPDIR, torch's folder for compiled code,
+    those of `library_settings`, and Gloo's network interface. To be called once, in an actor's process of Ray.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -136,7 +138,8 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 def redirect_and_bind(identity: ActorIdentity) -> None:
     """Appends stdout and stderr of this process to the actor's log file, if any, creating missing folders, and binds
-    the process to the CPUs nearest to the visible GPUs."""
+    the process to the CPUs nearest to the visible GPUs. Prints these CPUs; without GPUs, NVML or such CPUs the process
+    stays unbound. Raises OSError if the log cannot be opened."""
     if identity.log is not None:
         log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)

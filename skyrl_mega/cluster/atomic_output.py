@@ -30,6 +30,7 @@ def atomic_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[
 
     Raises:
         Occupied: Something else uses the path, before or after the block.
+        OSError: The file cannot be written; the error names `file`.
     """
     target = Path(os.path.realpath(file))
     refuse_file(file, key, ours)
@@ -62,11 +63,13 @@ def atomic_folder(
     Args:
         output: Output path; a link is followed.
         key: Option that names the path; starts the error message.
-        ours: Returns True if this program wrote all entries with these names and nothing was changed since.
+        ours: Returns True if this program wrote all entries with these names and nothing was changed since; by default
+            always False, so that only a new or an empty folder is allowed.
         last: Entry to mark a folder as complete; moved last.
 
     Raises:
-        Occupied: The folder holds something else, before or after the block.
+        Occupied: The folder holds something else, or the path is no folder, before or after the block.
+        OSError: The folder cannot be created or filled.
     """
     target = Path(os.path.realpath(output))
     prefix = f".{target.name}."
@@ -99,7 +102,8 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
 
 
 def being_written(output: Path) -> bool:
-    """Returns True if a running process is inside `atomic_folder` for this path."""
+    """Returns True if a running process of this user is inside `atomic_folder` for this path. False on a file system
+    without locks, and for processes of other users."""
     target = Path(os.path.realpath(output))
     return any(in_use(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
 

@@ -126,12 +126,13 @@ def choose_device(
     Args:
         wanted: Value of `cluster.device`.
         cluster_gpus: Returns the number of GPUs of the joined Ray cluster; called only if `wanted` is `auto` and
-            `joined`.
+            `joined`. Its errors pass through.
         torch, here: See `torch_view` and `gpu_evidence`.
         joined: True if the run joins a Ray cluster.
 
     Raises:
-        UserError: torch cannot use the existing GPUs; or `cuda` is set and there are none.
+        UserError: torch cannot use the existing GPUs; `cuda` is set and there are none; or, with `auto`, this machine
+            has GPUs and the joined cluster has none.
     """
     if wanted == "cpu":
         return "cpu"

@@ -18,12 +18,12 @@ OPEN_FILES = 65536
 
 
 def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> None:
-    """Returns in a new process, the driver. The current process becomes the supervisor and exits after the driver.
-
-    Must be called before heavy imports and before any thread starts.
+    """Forks this process and returns None in the new process, the driver, only. The current process becomes the
+    supervisor: it never returns, and exits after the driver. Must be called before heavy imports and before any thread
+    starts.
 
     Args:
-        resume_hint: Message for the user after the command was ended by a signal.
+        resume_hint: Message for the user after the command was ended by a signal, or the driver died.
         on_cleared: Called by the supervisor at the end, when no process of the driver is left.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set SIG_IGN, which would hide the driver's end

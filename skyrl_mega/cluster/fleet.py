@@ -116,7 +116,7 @@ class Fleet(SupervisedGroup):
             spec: Class, arguments and place of the actor.
 
         Raises:
-            ClusterError: The fleet is closed, or parts are asleep.
+            ClusterError: The fleet is closed, its group has been shut down, or parts are asleep.
         """
         with self._lock:
             if self._closed or self.asleep:
@@ -138,7 +138,8 @@ class Fleet(SupervisedGroup):
 
     def leave(self, rank: int, cause: str, grace_s: float) -> None:
         """Takes an actor out of the fleet for good, without waiting and without a restart: the actor gets no new
-        requests, and is ended once its requests are finished. Does nothing for an actor that is leaving already.
+        requests, and is ended in the background once its requests are finished; the event `engine_left` reports the
+        end. Does nothing for an actor that is leaving or has left already.
 
         Args:
             rank: The actor's rank.
@@ -147,7 +148,8 @@ class Fleet(SupervisedGroup):
                 for a lost node.
 
         Raises:
-            UserError: There is no such actor, or with a grace time no other actor of the fleet would be left.
+            UserError: There is no such actor, it is given up, or with a grace time no other actor would be left that
+                runs or restarts.
         """
         with self._lock:
             self._check_leave([rank], last=not grace_s)
@@ -168,7 +170,7 @@ class Fleet(SupervisedGroup):
         """Checks that all of these actors may leave, before the first of them does.
 
         Raises:
-            UserError: See `leave`.
+            UserError: One of them does not exist or is given up, or no other actor would be left that runs or restarts.
         """
         with self._lock:
             self._check_leave(ranks)
@@ -237,7 +239,8 @@ class Fleet(SupervisedGroup):
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
         Raises:
-            ActorFailed: An actor is given up, even if others run; names the root cause.
+            ActorFailed: An actor is given up, even if others run; names the root cause. Or freeing memory for a restart
+                failed.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:
@@ -344,11 +347,9 @@ class Fleet(SupervisedGroup):
                 raise
 
     def sleep(self, parts: Collection[str]) -> None:
-        """Puts parts of all actors to sleep, and waits at most `start_timeout_s`. A failed actor is retired, and
-        restarts once all parts are awake again.
-
-        Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
-        becomes stale: no actor serves until the next weight sync.
+        """Waits for running restarts, because a restart allocates memory; then puts parts of all actors to sleep, and
+        waits at most `start_timeout_s` for this. A failed actor is retired, and restarts once all parts are awake
+        again. If the weights go to sleep, every actor becomes stale: no actor serves until the next weight sync.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).

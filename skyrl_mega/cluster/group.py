@@ -143,12 +143,18 @@ class ActorGroup:
         gather([self.submit(rank, "construct", *self._construction(rank))], max(0.0, until - time.monotonic()))
 
     def extend(self, specs: Sequence[ActorSpec], *, timeout: float) -> None:
-        """Adds actors of any class, and waits until all are up. On a failure the whole group is ended first. For the
-        errors see `bring_up`.
+        """Adds actors of any class, and waits until all are up. On a failure of a started actor the whole group is
+        ended first.
 
         Args:
             specs: The actors, in the order of the new ranks.
             timeout: Seconds until the last constructor must return.
+
+        Raises:
+            ClusterError: The group has been shut down.
+            UserError: A constructor raised it.
+            ActorFailed: A constructor raised another error, or an actor died.
+            ActorTimeout: Some actor was not up within `timeout` seconds.
         """
         until = time.monotonic() + timeout
         ranks = [self.add(spec) for spec in specs]

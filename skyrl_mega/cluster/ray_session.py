@@ -62,7 +62,7 @@ def session(
     say: Callable[[str], None] = _to_stderr,
     log_level: int = logging.ERROR,
 ) -> Iterator[None]:
-    """Connects to Ray for the duration of a `with` block.
+    """Connects to Ray for the duration of a `with` block. Ray's variables in `ENVIRONMENT` stay set in this process.
 
     With RAY_ADDRESS in the environment this joins the cluster there, with a token if required (RAY_AUTH_MODE=token and
     RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH). Otherwise a private cluster starts on the loopback interface, without
@@ -77,14 +77,16 @@ def session(
         pool: Key and value of a label and the number of nodes, among `nodes`, that must have it; None if all nodes are
             of one kind.
         timeout_s: Time limit of this wait in seconds; for the private cluster, time limit for another attempt to start.
-        say: Prints the nodes still missing.
+        say: Prints the nodes still missing, and further attempts to start.
         log_level: Level of Ray's own messages on this terminal.
 
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster requires another token.
-        ClusterError: Ray did not start or refused the connection, or this process is connected already.
+        ClusterError: Ray did not start, refused the connection or does not list its nodes, or this process is connected
+            already.
         NodesMissing: Nodes did not join within `timeout_s`.
-        NodeLost: Replaces an error inside the block if a node of the joined cluster is gone.
+        NodeLost: Replaces an `ActorFailed` or a `ClusterError` inside the block if a node of the joined cluster is
+            gone.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -186,7 +188,7 @@ def gpus_joined(nodes: int, timeout_s: float) -> float:
 
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster requires another token.
-        ClusterError: Ray refused the connection.
+        ClusterError: Ray refused the connection or does not list its nodes, or this process is connected already.
         NodesMissing: Nodes did not join within `timeout_s`.
     """
     with session(actors=0, nodes=nodes, timeout_s=timeout_s):

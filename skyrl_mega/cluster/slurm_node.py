@@ -105,8 +105,8 @@ class Allocation:
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:
-        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`.
-        Raises KeyError if one of theirs is missing."""
+        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`. Raises
+        KeyError if one of theirs is missing, ValueError if one is no number."""
         return cls(
             folder=folder,
             node=env["SLURMD_NODENAME"],
@@ -141,11 +141,15 @@ class Allocation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs this node's part of a Slurm job and returns the exit code; on the first node this is the launcher's. Writes
-    the first node's code into the shared folder, which ends the other nodes.
+    """Runs this node's part of a Slurm job and returns the exit code. Writes the first node's code into the shared
+    folder, which ends the other nodes; writes a node's failure there too.
 
     Args:
         arguments: Folder shared by the job's nodes, then the launcher's command line; None takes `sys.argv`.
+
+    Returns:
+        The launcher's exit code on the first node, or that of its dry run if the launcher refuses the arguments; 0 on
+        other nodes; 1 after a failure of a node or a wait, 143 after SIGTERM or SIGINT.
     """
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     set_user_variables()

@@ -24,7 +24,8 @@ from skyrl_mega.common.safe_read import writing
 @contextmanager
 def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
     """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits, and removes it at the end of the
-    `with` block. The caller may rename the folder, which is then kept. `parent` must exist."""
+    `with` block. The caller may rename the folder, which is then kept. First removes such folders left behind by killed
+    processes of this user. `parent` must exist; raises OSError if the folder cannot be created."""
     with _new_entry(parent, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 
@@ -32,13 +33,15 @@ def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[P
 @contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
     """Yields an empty, hidden file next to `file`, which the caller fills and renames to `file`. Not renamed, the
-    hidden file is removed at the end of the `with` block. An OSError inside the block names `file`."""
+    hidden file is removed at the end of the `with` block. First removes such files left behind by killed processes of
+    this user. An OSError inside the block names `file`; also raises OSError if the hidden file cannot be created."""
     with _new_entry(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
         yield partial
 
 
 def remove_stale(folder: Path, prefix: str) -> None:
-    """Removes files and folders of `folder` with this name prefix, left behind by killed processes of this user."""
+    """Removes files and folders of `folder` with this name prefix and eight hexadecimal digits, left behind by killed
+    processes of this user. Skips entries in use, of other users, or on a file system without locks."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         with suppress(OSError), _open_owned(path) as descriptor:  # gone, owned by another user, or in use
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
