@@ -65,11 +65,9 @@ class StepSizes:
 
 
 def batch(config: Config, parallel: ParallelDims) -> StepSizes:
-    """Estimates the sizes of an RL step with equally long sequences: the share `cluster.rates.length_share` of the
-    longest possible.
-
-    Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.
-    """
+    """Estimates the sizes of an RL step for sequences of equal length: the share `cluster.rates.length_share` of the
+    longest sequence that the settings allow. `parallel` is the policy's grid. `most` and `row` count sequences at the
+    limits."""
     data, share = config.data, config.cluster.rates.length_share
     prompts, samples = data.prompts_per_step, data.samples_per_prompt
     mini = data.mini_batch_prompts or prompts

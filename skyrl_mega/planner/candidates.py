@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 def changed(config: Config, change: Change) -> Config:
     """Returns new settings with the change applied, without checking values; unchanged groups remain the same objects.
-    `config` stays as it is."""
+    `config` stays as it is. Raises TypeError for an unknown setting, and for a key below a group that is null."""
     for key, value in change:
         config = _replaced(config, key.split("."), value)
     return config
@@ -40,7 +40,8 @@ def _replaced(settings: Any, path: list[str], value: Any) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a setting, such as `policy.layout.tensor`."""
+    """Returns the value of a setting, such as `policy.layout.tensor`. Raises AttributeError for an unknown setting, and
+    for a key below a group that is null."""
     return reduce(getattr, key.split("."), config)
 
 

@@ -45,7 +45,8 @@ class Reads:
 
 
 def reads(config: Config, decoder: Decoder) -> Reads:
-    """Returns the bytes read by an engine worker of this configuration while decoding."""
+    """Returns the bytes read by a worker of the configured engines while decoding. Weights of draft tokens are not
+    included."""
     rollout = config.rollout
     data = engine_ranks(rollout) // rollout.tensor
     size = linear_itemsize(config)  # experts consist of linear layers

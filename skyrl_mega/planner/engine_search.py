@@ -111,6 +111,9 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
     If some divisions keep the policy's FP8 blocks whole, returns only these. Engines of several nodes are returned only
     if no engine fits inside a node. [] if no division fits. A policy on the same GPUs is not considered here, but in
     `fastest_engines`.
+
+    Raises:
+        UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     sizes = [(tensor, 1) for tensor in range(1, engine_cluster(config).gpus_per_node + 1)]
     choices = _placed(config, _choices(config, decoder, workers, sizes))

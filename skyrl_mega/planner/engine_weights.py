@@ -119,7 +119,8 @@ def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
 
 
 def window_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the KV cache bytes of a sequence longer than every sliding window, in the layers with windows."""
+    """Returns the KV cache bytes in an engine worker of a sequence longer than every sliding window, in the layers with
+    windows; 0 without such layers."""
     tensor, size = config.rollout.tensor, cache_itemsize(config)
     blocks = ((count, block) for kind, count in decoder.layer_counts() for block in kind)
     return sum(count * (block.kv_window() or 0) * block.kv_bytes_per_token(tensor, size) for count, block in blocks)

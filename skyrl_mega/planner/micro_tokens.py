@@ -32,9 +32,10 @@ FILE = "micro_tokens.json"
 
 
 def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
-    """Returns the settings with `policy.micro_tokens` set: the given number, or for null the largest candidate with no
-    memory problem beyond those of the smallest candidate, by estimates without a margin. If not even the smallest fits,
-    the checks of the memory (`fit.check`) report that.
+    """Returns the settings with `policy.micro_tokens` set. A given number stays. For null, takes the largest candidate
+    with no memory problem beyond those of the smallest candidate, by estimates without a margin. If not even the
+    smallest fits, the smallest or a larger one with the same problems is taken, without an error; the checks of the
+    memory (`fit.check`) report that.
 
     Args:
         config: The settings, with checked layouts.

@@ -62,7 +62,7 @@ class SharedGpu:
         return self.needed(self.worst(strict), strict) <= self.size
 
     def with_keep(self, parts: Iterable[str]) -> SharedGpu:
-        """Returns a copy with another `residency.keep`."""
+        """Returns a copy with the parts `parts` as `residency.keep` of policy and engine."""
         keep = tuple(parts)
         return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
 
@@ -93,7 +93,8 @@ def shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Ite
 
 
 def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
-    """Returns the GPU with the least free memory in a phase; its stage may differ from phase to phase."""
+    """Returns the GPU with the least free memory in a phase; its stage may differ from phase to phase. Raises
+    ValueError without any GPU."""
     return min(gpus, key=lambda gpu: gpu.free(phase))
 
 

@@ -105,7 +105,8 @@ def step_time(
     sync: float | None = None,
     trajectories: Trajectories | None = None,
 ) -> StepTime:
-    """Estimates the seconds of an RL step by phase.
+    """Estimates the seconds of an RL step by phase. Raises UserError if a critic's layout does not fit its ranks, or
+    the files of a draft model or head (`rollout.drafts`) cannot be used.
 
     Args:
         config: The settings.
@@ -239,7 +240,8 @@ def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
 def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
     """Returns a function: number of sequences running on an engine → estimated seconds in which every sequence gets a
     token. The sequences are `mean` tokens long, prompt included. With draft tokens a step takes longer, and gives
-    `rollout.drafts.acceptance` of its draft tokens in addition to one token."""
+    `rollout.drafts.acceptance` of its draft tokens in addition to one token. Raises UserError if the config.json of a
+    draft model or head cannot be used."""
     rollout, rates = config.rollout, engine_cluster(config).rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
