@@ -122,13 +122,15 @@ class Console:
         self._ended_by = ended_by
 
     def log_to(self, path: Path) -> None:
-        """Appends all further plain lines, with date and time, to the file `path`; creates its folder."""
+        """Appends all further plain lines, with date and time, to the file `path`; creates its folder. Raises OSError
+        if the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", buffering=1)
         self._stack.callback(_close, self._log)
 
     def events_to(self, folder: Path) -> None:
-        """Appends all further events to `events.jsonl` of a run's folder."""
+        """Appends all further events to `events.jsonl` of a run's folder. Raises OSError if the file cannot be
+        opened."""
         self._events = (folder / events.FILE).open("a", buffering=1)
         self._stack.callback(_close, self._events)
 
@@ -173,7 +175,8 @@ class Console:
         self._write_log(instead)
 
     def note(self, text: str) -> None:
-        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`)."""
+        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`). Raises
+        OSError if a file cannot be written."""
         self._write_log(hidden(text))
         self.record(text)
 
@@ -189,7 +192,7 @@ class Console:
         """Appends an `Event` to `events.jsonl` and the JSON output, if these are open; prints no line.
 
         Does nothing for text other than an `Event`. A `step` event goes only to `events.jsonl`: `step` writes the
-        metrics of the step to the JSON output.
+        metrics of the step to the JSON output. Raises OSError if `events.jsonl` cannot be written.
         """
         if not isinstance(text, Event):
             return
@@ -213,12 +216,13 @@ class Console:
         self._emit({"step": step, **finite(metrics)})
 
     def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Prints the end of a run: its duration, each score before → after, and the paths of all results. The figures
-        of agents' requests (`…/of/agent_…`) are left out if they are 0 before and after.
+        """Prints and logs the end of a run: its duration, each score before → after, and the paths of all results;
+        writes the same to the JSON output. The figures of agents' requests (`…/of/agent_…`) are left out if they are 0
+        before and after.
 
         Args:
             folder: The run's folder.
-            before: Metrics of the first evaluation.
+            before: Metrics of the first evaluation; a score missing here is printed without a change.
             after: Metrics of the last evaluation.
         """
         places = {name: str(folder / file) for name, file in PLACES if (folder / file).exists()}

@@ -59,6 +59,7 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
     Raises:
         UserError: The folder cannot be created, is in use by another run, has checkpoints while `checkpoint.resume` is
             false, or has a `config.yaml` written or edited by hand.
+        OSError: Earlier results cannot be moved, or the folder's file system has no locks.
     """
     folder = Path(config.run.directory) / config.run.name
     try:
@@ -188,6 +189,7 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
 
     Raises:
         UserError: Another run is using the folder, or `.lock` cannot be opened.
+        OSError: The file system has no locks.
     """
     try:
         opened = (folder / ".lock").open("a+", errors="replace")

@@ -31,7 +31,8 @@ class JsonlTracker:
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
         """Removes rows after `resumed_step` (None: all rows), malformed rows, and a partial row left by a kill, so a
-        resumed run writes the same file as an uninterrupted run."""
+        resumed run writes the same file as an uninterrupted run. Ignores `config`. Raises OSError if the file cannot be
+        replaced."""
         last = -1 if resumed_step is None else resumed_step
         text = self.path.read_text(errors="replace")
         kept = [line for line in text.splitlines(keepends=True) if step_of(line) <= last]

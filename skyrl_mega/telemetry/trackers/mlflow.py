@@ -132,7 +132,8 @@ class MlflowTracker:
         return self._store(rows, f"trajectories/step_{step:06d}.json")
 
     def close(self, failed: bool = False) -> None:
-        """Sets the run's status to FAILED or FINISHED; a resume sets RUNNING again."""
+        """Sets the run's status to FAILED or FINISHED; a resume sets RUNNING again. Does nothing if `start` found or
+        made no run. Errors of MLflow are let out."""
         if self._run_id:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 

@@ -121,7 +121,7 @@ def check_ready(config: TelemetryConfig) -> None:
     """Calls `check_ready` of every tracker of the run, to look for the required packages and API keys.
 
     Raises:
-        UserError: A package or key is missing; the message names the fix.
+        UserError: A package or key is missing (the message names the fix), or `check` refuses a setting.
     """
     for cls, options in check(config).values():
         if hasattr(cls, "check_ready"):

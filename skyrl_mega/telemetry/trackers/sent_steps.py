@@ -25,7 +25,8 @@ class SentSteps:
         self._file, self._run_id, self._last = file, "", -1
 
     def resume(self, resumed_step: int | None) -> str | None:
-        """Returns the id of the store's run to continue; None if a new run must be created.
+        """Reads the file, and returns the id of the store's run to continue; None if a new run must be created: without
+        a resumed step or without the file. Raises ValueError or KeyError for a damaged file.
 
         Args:
             resumed_step: Last step of the checkpoint; None for a run from the beginning.

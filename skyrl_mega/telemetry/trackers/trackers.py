@@ -32,8 +32,8 @@ class Trackers:
         return self._jsonl.path
 
     def start(self, config: Config, resumed_step: int | None) -> None:
-        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl.
-        Does not wait for other trackers; their failures raise nothing.
+        """Starts all trackers; call before the first row. Rows after `resumed_step` are removed from metrics.jsonl;
+        raises OSError if this file cannot be written. Does not wait for other trackers; their failures raise nothing.
 
         Args:
             config: The settings; secrets are masked.
@@ -88,6 +88,7 @@ def open_trackers(config: Config, folder: Path, say: Callable[[str], None]) -> T
 
     Raises:
         UserError: A tracker is unknown, listed twice or no tracker class, or its options are wrong.
+        OSError: metrics.jsonl cannot be opened.
     """
     trackers = registry.check(config.telemetry)
     others = [Guarded(name, cls(folder, options), say) for name, (cls, options) in trackers.items()]
