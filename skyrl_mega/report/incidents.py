@@ -19,7 +19,7 @@ FAILURES = 20
 
 def html(run: RunData, name: str, several: bool) -> str:
     """Returns a run's last fault, crashes of engines and rollout workers, health findings and failed trajectories by
-    kind as HTML; "" without any.
+    kind as HTML; "" without any. Raises UserError if the run's events cannot be read.
 
     Args:
         run: The run.
@@ -32,8 +32,9 @@ def html(run: RunData, name: str, several: bool) -> str:
 
 
 def text(run: RunData) -> list[str]:
-    """Returns a run's health findings and failures by kind as lines for a terminal; faults and crashes are events of
-    `header.text`."""
+    """Returns a run's health findings and its `FAILURES` most frequent kinds of failures as lines for a terminal, with
+    secrets masked; [] without any. Faults and crashes are events of `header.text`. Raises UserError if the run's events
+    cannot be read."""
     lines = [f"  noticed: {of.kind}, {steps_text(of.steps)}: {of.text}" for of in run.findings]
     lines += [
         f"  failed: {of.count:,} {of.status}, {steps_text(of.steps)}, such as: {of.example}"

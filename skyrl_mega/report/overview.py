@@ -153,14 +153,14 @@ def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def page(runs: Sequence[RunData], live: str = "") -> str:
-    """Returns the HTML page of the runs.
+    """Returns the HTML page of the runs, with secrets masked.
 
     Args:
         runs: The runs, at least one.
         live: Version of a page that asks its server for newer versions; empty for a file.
 
     Raises:
-        UserError: A timeline or `estimate.json` of a run cannot be read.
+        UserError: The events, a timeline or `estimate.json` of a run cannot be read.
     """
     names, several = _names(runs), len(runs) > 1
     titled = [(run, name if several else "") for run, name in zip(runs, names, strict=True)]

@@ -70,7 +70,8 @@ class Failures:
 
 @dataclass(frozen=True)
 class RunData:
-    """Content of a run's folder for reports; events are read on first use."""
+    """Content of a run's folder for reports. Events are read on first use: fields made from events raise UserError if
+    `events.jsonl` cannot be read."""
 
     folder: Path
     """The run's folder."""

@@ -25,7 +25,8 @@ STOP_S = 8.0
 
 @contextmanager
 def live_page(config: TelemetryConfig, folder: Path, console: Console) -> Iterator[None]:
-    """Serves the live page of a run, in a process of its own, for the duration of the block.
+    """Serves the live page of a run, in a process of its own, for the duration of the block. At the end viewers may
+    fetch the last state; waits at most `STOP_S` seconds for the end of the process, then kills it.
 
     Does nothing without `telemetry.page`. If the port is busy, or the token cannot be stored, only prints a note, so
     that a resumed run continues. The serving process also ends if this process is killed, because it waits on a pipe

@@ -27,7 +27,7 @@ RARE = "eval/"
 
 def text(run: RunData, state: RunState) -> bytes:
     """Returns the content of `/metrics` in Prometheus' text format: metrics of the newest step, progress, alarms, and
-    counts of events.
+    counts of events. Raises UserError if the run's events cannot be read.
 
     Args:
         run: The run.

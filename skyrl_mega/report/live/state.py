@@ -97,6 +97,7 @@ def state_of(run: RunData, running: bool) -> RunState:
 
     Raises:
         OSError: The running run has no `config.yaml`.
+        UserError: The run's events cannot be read.
     """
     began = (run.folder / "config.yaml").stat().st_mtime if running else 0.0  # each start writes the settings again
     seconds = [y for y in run.series("time/step")[1] if y is not None]
