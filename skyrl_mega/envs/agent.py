@@ -87,7 +87,8 @@ class AgentEnv(BaseTextEnv):
         """
 
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
-        """Runs the agent to its end and grades the result. May block; runs in a thread.
+        """Runs the agent to its end and grades the result. May block; runs in a thread. A subclass must override this
+        method.
 
         Args:
             endpoint: Address and key of the policy.
@@ -95,5 +96,8 @@ class AgentEnv(BaseTextEnv):
 
         Returns:
             `reward` and `metadata` of the whole trajectory; `done` True and `observations` [].
+
+        Raises:
+            AgentStopped: The agent ended without a result. Any other exception counts as a fault of the environment.
         """
         raise NotImplementedError(f"{type(self).__name__}.run")

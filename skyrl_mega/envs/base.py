@@ -93,7 +93,8 @@ class BaseTextEnv:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses invalid options that `OPTIONS` cannot detect, whatever the machine; called before anything else.
+        """Refuses invalid options that `OPTIONS` cannot detect, whatever the machine; called before anything else. The
+        default accepts all options.
 
         Args:
             options: `environment.options.<name>` of the configuration, with defaults filled in.
@@ -115,7 +116,7 @@ class BaseTextEnv:
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine that cannot run this environment; called once the data that use the environment are in
-        place.
+        place. The default accepts every machine.
 
         Args:
             options: Options accepted by `check_options`.
@@ -181,7 +182,8 @@ class BaseTextEnv:
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the policy's text of this turn, stop string included. A subclass must override this method.
+        """Judges the policy's text of this turn, stop string included. A subclass must override this method; the
+        default raises NotImplementedError.
 
         Returns:
             The reward of this turn, the messages for the policy's next turn, and whether the trajectory ends.
@@ -198,4 +200,4 @@ class BaseTextEnv:
         return None
 
     def close(self) -> None:
-        """Releases the environment's resources; called once, also after a failure."""
+        """Releases the environment's resources; called once, also after a failure. The default does nothing."""

@@ -17,10 +17,11 @@ AGENT_METHODS = {"init": ("prompt",), "run": ("endpoint", "prompt"), "close": ()
 
 
 def check(cls: type, key: str, path: str) -> None:
-    """Checks that a run can create and call a class.
+    """Checks, by signatures alone, that a run can create a class and call its methods: `init`, `step` (for an agent
+    `run`), `close`, and `judge` of a `ToolEnv`. Creates and calls nothing.
 
     Args:
-        cls: Class with the methods of `METHODS`, or of `AGENT_METHODS`.
+        cls: Environment class.
         key: Setting with the class's path, for errors.
         path: The class's path, for errors.
 

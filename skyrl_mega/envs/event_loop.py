@@ -88,9 +88,11 @@ def wait(awaitable: Awaitable[Any]) -> Any:
 @contextmanager
 def on_cancel(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` if another thread gives up waiting for the current thread (`Pending.cancel`), in the `with` block.
+    In a thread without `Pending.run_here` never calls `stop`.
 
     Args:
-        stop: Ends the work of the current thread; called at most once, in the other thread.
+        stop: Ends the work of the current thread; called at most once, in the other thread, or in this thread if the
+            cancellation came before the block.
     """
     pending: Pending | None = getattr(_thread, "pending", None)
     if pending is None:

@@ -115,8 +115,11 @@ def create(
     """Creates and returns the environment for a trajectory, from the class of its name.
 
     Args:
-        cls: Result of `resolve`.
-        name, extras, config, max_turns: See `make`.
+        cls: Class of the name, from `resolve`.
+        name: Registered name.
+        extras: The row's columns besides the prompt.
+        config: Names, import paths and options.
+        max_turns: `rollout.max_turns`, available as `extras["max_turns"]`; None leaves `extras` unchanged.
 
     Raises:
         UserError: An option is invalid.
@@ -127,7 +130,7 @@ def create(
 
 
 def runs_inline(cls: type[BaseTextEnv]) -> bool:
-    """Returns True if the class declares that no method blocks (`BaseTextEnv.blocking`)."""
+    """Returns True if the class itself, not a parent class, declares that no method blocks (`BaseTextEnv.blocking`)."""
     return vars(cls).get("blocking") is False
 
 
@@ -219,7 +222,8 @@ def check_columns(name: str, columns: Iterable[str], where: str, config: Environ
         config: Names, import paths and options.
 
     Raises:
-        UserError: The function needs a column that the file has not, or does not accept one of the columns.
+        UserError: The function needs a column that the file has not, or does not accept one of the columns; or
+            `resolve` raises it.
     """
     cls = resolve(name, config)
     if not issubclass(cls, reward_function.RewardFunctionEnv):
@@ -244,7 +248,7 @@ def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, An
         config: Names, import paths and options.
 
     Raises:
-        UserError: The name is unknown, or an option is invalid.
+        UserError: An option is invalid, or `resolve` raises it.
     """
     cls = resolve(name, config)
     if not issubclass(cls, BaseTextEnv):
@@ -285,7 +289,11 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
     """Returns the configuration with absolute paths of the `file.py:Name` classes and functions, and of files named by
-    options, for processes started in another folder; import paths stay as they are."""
+    options, for processes started in another folder; import paths stay as they are.
+
+    Raises:
+        UserError: Options belong to an unregistered name, or to a class that cannot be imported.
+    """
     classes = {name: absolute(path) for name, path in config.classes.items()}
     options = {name: _absolute_options(name, given, config) for name, given in config.options.items()}
     return replace(

@@ -124,7 +124,7 @@ class RewardFunctionEnv(BaseTextEnv):
 
 @cache
 def environment_of(function: Callable[..., Any], setting: str) -> type[RewardFunctionEnv]:
-    """Returns a subclass of `RewardFunctionEnv` for a reward function; the same subclass at every call.
+    """Returns a subclass of `RewardFunctionEnv` for a reward function; the same subclass for the same arguments.
 
     Args:
         function: The user's function, in verl's or TRL's form.

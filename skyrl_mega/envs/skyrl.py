@@ -36,15 +36,17 @@ class SkyrlEnv(BaseTextEnv):
         self.env = type(self).env_type(env_config=OmegaConf.create(dict(self.options)), extras=dict(self.extras))
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Calls `init` of the user's environment and returns its result."""
+        """Calls `init` of the user's environment and returns its result: first messages and information. Errors of the
+        user's code are raised unchanged."""
         opened: tuple[list[Message], dict[str, Any]] = self.env.init(prompt)
         return opened
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Calls `step` of the user's environment; the result of `get_metrics` goes to `metadata["metrics"]`.
+        """Calls `step` of the user's environment and returns its observations, reward, end and metadata; the result of
+        `get_metrics`, if any, goes to `metadata["metrics"]`. Errors of the user's code are raised unchanged.
 
         Raises:
-            BadOutput: The environment changes the policy's text.
+            BadOutput: The environment changes the policy's text (`postprocessed_action`).
         """
         output = self.env.step(action)
         if not isinstance(output, Mapping):
@@ -72,7 +74,7 @@ def is_skyrl(cls: type) -> bool:
 
 @cache
 def environment_of(cls: type, setting: str) -> type[SkyrlEnv]:
-    """Returns a subclass of `SkyrlEnv` for a user's class; the same subclass at every call.
+    """Returns a subclass of `SkyrlEnv` for a user's class; the same subclass for the same arguments.
 
     Args:
         cls: The user's class, accepted by `is_skyrl`.

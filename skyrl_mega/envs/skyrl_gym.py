@@ -53,15 +53,15 @@ class Env(Generic[ObsType, ActType]):
     """Base of all environments."""
 
     def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
-        """Opens the environment; a subclass must override this method."""
+        """Opens the environment; a subclass must override this method, which raises NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__}.init")
 
     def step(self, action: ActType) -> Any:
-        """Takes a step; a subclass must override this method."""
+        """Takes a step; a subclass must override this method, which raises NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
-        """Releases resources."""
+        """Releases resources; the default does nothing."""
 
     def __enter__(self) -> Env[ObsType, ActType]:
         return self
@@ -205,7 +205,7 @@ def spec(env_id: str) -> EnvSpec:
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Any:
-    """Creates and returns a registered environment.
+    """Creates and returns a registered environment; imports the class of an entry point given as text.
 
     Args:
         id: Name, or specification.
@@ -213,6 +213,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Any:
 
     Raises:
         Error: The name is unknown.
+        ImportError, AttributeError: The entry point leads nowhere.
     """
     registered = id if isinstance(id, EnvSpec) else spec(id)
     create = registered.entry_point

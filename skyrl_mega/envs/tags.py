@@ -21,7 +21,8 @@ class Tag(NamedTuple):
 
 
 def first_tag(text: str, *names: str) -> Tag | None:
-    """Returns the closed pair of tags with the earliest opening tag: `<(a|b)>(.*?)</\\1>`; None if there is none."""
+    r"""Returns the closed pair of tags with the earliest opening tag among `names`: `<(a|b)>(.*?)</\1>`; None if there
+    is none."""
     tags = [tag for name in names if (tag := next(all_tags(text, name), None))]
     return min(tags, key=lambda tag: tag.start, default=None)
 
@@ -39,9 +40,8 @@ def all_tags(text: str, name: str) -> Iterator[Tag]:
 
 
 def first_boxed(text: str) -> str | None:
-    """Returns the content of the first non-empty `\\boxed{…}`, up to the next closing brace:
-    `\\\\boxed\\{([^}]+)\\}`.
-    """
+    r"""Returns the content of the first non-empty `\boxed{…}`, up to the next closing brace: `\\boxed\{([^}]+)\}`. None
+    without such a box."""
     opening, at = "\\boxed{", 0
     while (start := text.find(opening, at)) >= 0:
         at = start + len(opening)

@@ -105,7 +105,7 @@ class ToolEnv(BaseTextEnv):
 
     def judge(self, answer: str) -> float:
         """Returns the reward of the policy's answer, the text of a turn without calls. A subclass must override this
-        method."""
+        method, which raises NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

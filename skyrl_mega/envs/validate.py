@@ -114,6 +114,7 @@ def run(
 
     Raises:
         BadOutput: The output breaks the contract, or a named reward has no weight.
+        Exception: The environment raised it, such as AgentStopped.
     """
     output = _output("run", env.run(endpoint, prompt), 0, weights)
     if output.observations or output.messages is not None:
@@ -194,14 +195,14 @@ def _of_parts(method: str, rewards_at: Any, characters: int) -> list[tuple[int, 
 
 
 def check_messages(key: str, messages: Any) -> list[Message]:
-    """Returns a list of messages in JSON form.
+    """Returns messages in JSON form, without optional keys that are None.
 
     Args:
         key: Method and name, for errors.
-        messages: Anything.
+        messages: The value to check, of any type.
 
     Raises:
-        BadOutput: This is no list of messages.
+        BadOutput: `messages` is no list of messages: a wrong role, key or type, or text that is no valid Unicode.
     """
     if not isinstance(messages, list | tuple):
         raise BadOutput(f"{key} = {_shown(messages)}; allowed: a list of messages")

@@ -65,7 +65,7 @@ class CalculatorEnv(ToolEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns None if the truth is a whole number short enough to be read in an answer; else the reason."""
+        """Returns None if the truth is a whole number of at most `LONGEST` (200) characters; else the allowed form."""
         number = re.fullmatch(r"-?\d+", str(truth).strip()) and len(str(truth).strip()) <= LONGEST
         return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 

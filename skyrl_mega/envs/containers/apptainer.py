@@ -62,7 +62,12 @@ class Apptainer:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
-        """Raises UserError for limits beside `fakeroot`, and for relative folders."""
+        """Raises UserError for unknown or invalid options, limits beside `fakeroot`, and relative folders.
+
+        Args:
+            options: Options of the runtime; options with a default may be missing.
+            key: Setting that contains the options, for errors.
+        """
         complete = filled(key, options, cls.OPTIONS)
         for name in LIMITS:
             if complete["fakeroot"] and complete[name]:
@@ -77,7 +82,15 @@ class Apptainer:
                 raise UserError("allowed is an absolute path", key=f"{key}.{name}", value=complete[name])
 
     def check(self, key: str) -> None:
-        """Raises UserError if the client or a folder is missing, or the client cannot set the limits."""
+        """Checks that the client and the folders work on this machine.
+
+        Args:
+            key: Setting that contains the options, for errors.
+
+        Raises:
+            UserError: The client is missing or fails, a folder cannot be written to, or limits need a session of
+                systemd.
+        """
         if shutil.which(self.client[0]) is None:
             raise UserError(
                 f"there is no program {self.client[0]} on this machine",
@@ -104,7 +117,7 @@ class Apptainer:
         """Pulls the image into a file of `folder`, and returns at once if the file exists.
 
         Raises:
-            UserError: There is no such image or file.
+            UserError: There is no such image or file, or the image is not a .sif file and no `folder` is given.
             InfrastructureFault: The registry cannot be reached, or the time limit has passed.
         """
 
@@ -114,10 +127,12 @@ class Apptainer:
         sif.make_available(image, sif.path_of(image, self.options["folder"]), pull, timeout_s)
 
     def start(self, image: str, timeout_s: float) -> ApptainerContainer:
-        """Starts an instance of an available image, and waits until commands can run.
+        """Starts an instance of an available image, and returns it once commands can run. Removes an instance that
+        fails.
 
         Raises:
-            InfrastructureFault: The instance does not start.
+            UserError: The image is not a .sif file and no `folder` is given.
+            InfrastructureFault: The instance, or the reaper of instances, does not start.
         """
         deadline = time.monotonic() + timeout_s
         names = f"{owner.PREFIX}-{owner.owner()}-"
@@ -157,7 +172,7 @@ class Apptainer:
         return self.command(["instance", "start", *words, *chosen["arguments"], str(file), name], timeout_s)
 
     def disk(self, name: str) -> str:
-        """Returns the file with an instance's own files."""
+        """Returns the path, below `scratch`, of the file with an instance's own files; used with `disk_mib` only."""
         return f"{self.options['scratch']}/{name}.img"
 
     def _stop(self, name: str) -> str:
@@ -166,11 +181,20 @@ class Apptainer:
         return f'{shlex.join(self.client)} instance stop --signal=KILL --timeout=10 "{name}"{disk}'
 
     def stop_words(self, name: str) -> list[str]:
-        """Returns the program that stops an instance and removes its files."""
+        """Returns program and arguments of a command that kills an instance and removes its file of `disk_mib`."""
         return ["sh", "-c", self._stop(name)]
 
     def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand (`run_program`)."""
+        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
+
+        Args:
+            words: The subcommand and its arguments.
+            timeout_s: Time limit in seconds.
+            limits: Further arguments of `run_program`.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return run_program([*self.client, *words], timeout_s, **limits)
 
 
@@ -191,7 +215,18 @@ class ApptainerContainer:
         variables: Mapping[str, str] | None = None,
         limit: int = 2**24,
     ) -> CommandOutput:
-        """Runs a program in the instance (`Container.run`). Without `folder` it runs in `/`.
+        """Runs a program in the instance, waits for its end, and returns status, exit code and output.
+
+        A program that is late (status `timeout`) or prints too much (`output`) is killed with all other processes of
+        the instance. A program that cannot be started gives the status `failed`.
+
+        Args:
+            argv: Program and arguments; no shell is involved.
+            timeout_s: Time limit in seconds.
+            stdin: Standard input.
+            folder: Working folder; None for `/`.
+            variables: Environment variables, in addition to the image's.
+            limit: Maximum size of standard output, and of standard error, in bytes.
 
         Raises:
             InfrastructureFault: The instance has ended, or the client does not work.
@@ -220,10 +255,10 @@ class ApptainerContainer:
             self._refuse_ended(ran)
 
     def remove(self, timeout_s: float) -> None:
-        """Stops the instance and removes its files; may be called again.
+        """Stops the instance and removes its files; may be called again. Raises nothing if the instance is gone.
 
         Raises:
-            InfrastructureFault: The instance cannot be stopped.
+            InfrastructureFault: The instance cannot be stopped in `timeout_s` seconds.
         """
         if self._timer is not None:
             with contextlib.suppress(ProcessLookupError):

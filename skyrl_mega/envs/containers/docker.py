@@ -70,7 +70,12 @@ class CommandLineRuntime:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
-        """Raises UserError for further arguments that the runtime sets itself."""
+        """Raises UserError for unknown or invalid options, and for further arguments that the runtime sets itself.
+
+        Args:
+            options: Options of the runtime; options with a default may be missing.
+            key: Setting that contains the options, for errors.
+        """
         for word in filled(key, options, cls.OPTIONS)["arguments"]:
             if word.partition("=")[0] in RESERVED:
                 raise UserError(
@@ -117,11 +122,12 @@ class CommandLineRuntime:
                 )
 
     def pull(self, image: str, timeout_s: float) -> None:
-        """Makes the image available, and returns at once if it is.
+        """Makes the image available: pulls a missing image, and then removes the least recently used pulled images
+        above `images_gib`. Returns at once if the image is on this machine.
 
         Raises:
-            UserError: There is no such image.
-            InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+            UserError: There is no such image, or the folder of notes on pulled images belongs to another user.
+            InfrastructureFault: The registry cannot be reached, the time limit has passed, or the client does not work.
         """
         most = int(self.options["images_gib"]) * 2**30
         images.make_available(self, image, timeout_s, most or None)
@@ -147,18 +153,29 @@ class CommandLineRuntime:
         raise InfrastructureFault(f"{self.PROGRAM} image inspect fails: {ran.last_line()}")
 
     def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
-        """Pulls an image from its registry."""
+        """Pulls an image from its registry, once, and returns status and output. A failed or late pull raises nothing.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return self.client.command(["pull", "--quiet", image], timeout_s)
 
     def remove_image(self, image: str) -> bool:
-        """Removes an image that no container uses; returns False if a container uses the image."""
+        """Removes an image and returns True; returns False if a container uses the image, or the removal fails
+        otherwise.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return self.client.command(["rmi", image], 10 * COMMAND_S).status == "ok"
 
     def start(self, image: str, timeout_s: float) -> CommandLineContainer:
-        """Starts a container of an available image, and waits until commands can run.
+        """Starts a container of an available image, and returns it once commands can run. Removes a container that
+        fails.
 
         Raises:
-            InfrastructureFault: The container does not start, or the image has no `sh`, `date` or `sleep`.
+            InfrastructureFault: The container or its reaper does not start, or the image has no `sh`, `date` or
+                `sleep`.
         """
         deadline = time.monotonic() + timeout_s
         self._guard()

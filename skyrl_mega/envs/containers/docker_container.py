@@ -44,7 +44,16 @@ class Client:
     user: str | None = None
 
     def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand (`run_program`)."""
+        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
+
+        Args:
+            words: The subcommand and its arguments.
+            timeout_s: Time limit in seconds.
+            limits: Further arguments of `run_program`.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return run_program([*self.words, *words], timeout_s, **limits)
 
     def exec_words(self, user: str | None = None) -> list[str]:
@@ -90,10 +99,20 @@ class CommandLineContainer:
         variables: Mapping[str, str] | None = None,
         limit: int = 2**24,
     ) -> CommandOutput:
-        """Runs a program in the container, as the container's user, and waits for its end (`Container.run`).
+        """Runs a program in the container, as the container's user, waits for its end, and returns status, exit code
+        and output.
 
-        If the client has failed before the program's start, the container is restarted, and the program runs in the
-        remaining time.
+        A program that is late (status `timeout`) or prints too much (`output`) is killed with all other processes of
+        the container. Arguments that no program can receive give the status `failed`. If the client has failed before
+        the program's start, the container is restarted, and the program runs in the remaining time.
+
+        Args:
+            argv: Program and arguments; no shell is involved.
+            timeout_s: Time limit in seconds.
+            stdin: Standard input.
+            folder: Working folder; None for the image's own.
+            variables: Environment variables, in addition to the image's.
+            limit: Maximum size of standard output, and of standard error, in bytes.
 
         Raises:
             InfrastructureFault: The container was ended from outside, or the client does not work.
@@ -143,10 +162,10 @@ class CommandLineContainer:
         self._restart(max(1.0, deadline - time.monotonic()))
 
     def remove(self, timeout_s: float) -> None:
-        """Removes the container with its files; may be called again.
+        """Removes the container with its files; may be called again. Raises nothing if the container is gone.
 
         Raises:
-            InfrastructureFault: The container cannot be removed.
+            InfrastructureFault: The container cannot be removed in `timeout_s` seconds.
         """
         ran = self.client.command(["rm", "--force", "--volumes", self.name], timeout_s)
         if ran.status != "ok" and b"no such container" not in ran.stderr.lower():

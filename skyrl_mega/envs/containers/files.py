@@ -73,7 +73,8 @@ def listing(container: Container, folder: str, timeout_s: float) -> dict[str, En
 
     Raises:
         LateError: The listing is late.
-        UnfitError: The listing is too long or malformed.
+        UnfitError: The listing is too long or malformed, or `find` fails.
+        InfrastructureFault: The container is lost.
     """
     output = _checked(container.run(LIST, timeout_s, folder=folder, limit=LISTING_LIMIT), "files cannot be listed")
     *fields, last = output.split(b"\0")
@@ -93,7 +94,7 @@ def listing(container: Container, folder: str, timeout_s: float) -> dict[str, En
 def read(
     container: Container, folder: str, entries: Mapping[str, Entry], timeout_s: float, most_bytes: int
 ) -> dict[str, File]:
-    """Returns the content of listed files and links.
+    """Returns path → content of listed files and links.
 
     Args:
         container: The container.
@@ -104,7 +105,8 @@ def read(
 
     Raises:
         LateError: The archive is late.
-        UnfitError: The files are too large, vanished, or the archive is malformed.
+        UnfitError: The files are too large or vanished, `tar` fails, or the archive is malformed.
+        InfrastructureFault: The container is lost.
     """
     if sum(entry.size for entry in entries.values()) > most_bytes:
         raise UnfitError(f"changed files have more than {most_bytes >> 20} MiB")
@@ -126,12 +128,12 @@ def read(
 
 
 def write(container: Container, folder: str, files: Files, timeout_s: float) -> None:
-    """Writes files below a folder, and removes paths with None; follows no links. A file or a link in the place of a
-    parent folder is removed. No code of the policy has run in the container yet.
+    """Writes files below a folder of a new container, and removes paths with None; follows no links. Removes a file or
+    link in the place of a parent folder. No code of the policy may have run in the container yet.
 
     Raises:
         UnfitError: A file is below another file, or a path is too long or outside of the folder.
-        InfrastructureFault: The container does not take the files in time.
+        InfrastructureFault: The container does not take the files in time, or is lost.
     """
     if not files:
         return

@@ -59,14 +59,16 @@ class ImageStore(Protocol):
         """Returns id and size in bytes of an image on this machine; None without the image."""
 
     def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
-        """Pulls an image from its registry."""
+        """Pulls an image from its registry, once; returns status and output. A failed or late pull raises nothing."""
 
     def remove_image(self, image: str) -> bool:
-        """Removes an image that no container uses; returns False if a container uses the image."""
+        """Removes an image and returns True; returns False if a container uses the image, or the removal fails
+        otherwise."""
 
 
 def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: int | None) -> None:
-    """Pulls an image unless it is on this machine. At most one process of the user pulls an image at a time.
+    """Pulls an image unless it is on this machine, and then removes old pulled images above `most_bytes` (`make_room`).
+    At most one process of the user pulls an image at a time. Prints progress of a slow pull to standard error.
 
     Args:
         store: The images of the runtime.
@@ -75,8 +77,8 @@ def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: 
         most_bytes: Disk for all images that we pulled; None for no limit.
 
     Raises:
-        UserError: There is no such image, or its registry refuses access.
-        InfrastructureFault: The image cannot be pulled in time.
+        UserError: There is no such image, its registry refuses access, or `NOTES` belongs to another user.
+        InfrastructureFault: The image cannot be pulled in time, or the runtime does not work.
     """
     deadline = time.monotonic() + timeout_s
     folder = _folder(store)
@@ -105,7 +107,12 @@ def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: 
 def make_room(store: ImageStore, most_bytes: int) -> None:
     """Removes images that we pulled, the least recently used first, until the rest takes at most `most_bytes`.
 
-    Images in use, or used in the last `IDLE_S` seconds, stay. Layers shared by images count for each image.
+    Images in use, or used in the last `IDLE_S` seconds, stay; a line on standard error tells if the rest is too large.
+    Layers shared by images count for each image.
+
+    Raises:
+        UserError: `NOTES` belongs to another user.
+        InfrastructureFault: Another process holds the notes for a minute, or the runtime does not work.
     """
     folder = _folder(store)
     with _locked(folder / "room.lock", time.monotonic() + 60.0, "the notes of images"):

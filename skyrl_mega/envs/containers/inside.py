@@ -182,11 +182,12 @@ class RemoteCall:
     """Folder in the container for input and output, with a name that no other call has."""
 
     def words(self) -> list[str]:
-        """Returns the program that runs `argv` and prints the reply."""
+        """Returns program and arguments of a command that runs `argv` in the container and prints a reply (`reply`)."""
         return ["sh", "-c", _RUN, "run", *self._settings()]
 
     def packed(self, stdin: bytes) -> tuple[list[str], bytes]:
-        """Returns another form of `words`, for `text` False: a short program, and its standard input."""
+        """Returns another form of `words`, for `text` False: a short program, and its standard input, which ends with
+        `stdin`."""
         script = f"set -- {shlex.join(self._settings())}\n{_RUN}".encode(errors="surrogateescape")
         sizes = [str(len(script)), str(len(script) + len(stdin))]
         return ["sh", "-c", _UNPACK, self.folder, *sizes], script + stdin
@@ -199,11 +200,12 @@ class RemoteCall:
         return [*map(str, settings), *(["env", *variables] if variables else []), *self.argv]
 
     def part_path(self, number: int) -> str:
-        """Returns the path of a part of standard input, in base64; parts are joined in the order of their numbers."""
+        """Returns the path, in the container, of a part of standard input, in base64; parts are joined in the order of
+        their numbers."""
         return f"{self.folder}/part.{number:06d}"
 
     def reply(self, data: bytes) -> RemoteReply:
-        """Reads the reply of `words`.
+        """Returns the reply printed by `words` or `packed`, read from the command's standard output.
 
         Raises:
             BrokenReply: The reply is incomplete, or of another form.
@@ -248,7 +250,13 @@ class RemoteReply:
     """The outputs; as text at most the first `PIECE` bytes of each."""
 
     def output(self, stdout: bytes, stderr: bytes) -> CommandOutput:
-        """Returns the result of `Container.run`, with the whole outputs."""
+        """Returns the result of `Container.run`: status `timeout`, `output`, `failed` or `ok`. A call with too little
+        space for the input is `failed`, with an explanation instead of `stderr`.
+
+        Args:
+            stdout: The whole standard output.
+            stderr: The whole standard error.
+        """
         if self.why in ("timeout", "output"):
             return CommandOutput(self.why, None, stdout, stderr)
         if self.why == "full":
@@ -257,7 +265,7 @@ class RemoteReply:
 
 
 def decoded(text: bytes) -> bytes:
-    """Returns the bytes of a base64 text with line breaks.
+    """Returns the bytes of a base64 text with line breaks; b"" for a text of white space only.
 
     Raises:
         BrokenReply: The text is no base64.

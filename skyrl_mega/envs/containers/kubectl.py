@@ -73,17 +73,27 @@ class Kubectl:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
-        """Raises UserError for fields that the runtime sets itself."""
+        """Raises UserError for unknown or invalid options, and for fields of pod or container that the runtime sets
+        itself.
+
+        Args:
+            options: Options of the runtime; options with a default may be missing.
+            key: Setting that contains the options, for errors.
+        """
         complete = filled(key, options, cls.OPTIONS)
         for group, reserved in (("pod", {"containers", "restartPolicy"}), ("container", {"name", "image", "command"})):
             for field in sorted(reserved & set(complete[group])):
                 raise UserError("the runtime sets this field itself", key=f"{key}.{group}.{field}", fix="leave it out")
 
     def check(self, key: str) -> None:
-        """Checks client, cluster and rights, and with `network` none creates the network policy.
+        """Checks client, cluster and rights, and with `network` none creates the network policy in the cluster.
+
+        Args:
+            key: Setting that contains the options, for errors.
 
         Raises:
-            UserError: The client is missing, the cluster does not answer, or a right is missing.
+            UserError: The client is missing, the cluster does not answer, a right is missing, or the network policy
+                cannot be created.
         """
         if shutil.which(self.client[0]) is None:
             raise UserError(
@@ -116,10 +126,12 @@ class Kubectl:
         """Does nothing: the node of a pod pulls the image."""
 
     def start(self, image: str, timeout_s: float) -> KubectlContainer:
-        """Creates a pod and waits until it is ready, including the time in which the cluster finds a node.
+        """Creates a pod, waits until it is ready, including the time in which the cluster finds a node, and returns its
+        container. Deletes a pod that fails; logs a warning if the pod is late.
 
         Raises:
-            InfrastructureFault: The pod cannot be created, or does not become ready.
+            InfrastructureFault: The pod cannot be created, does not become ready in `timeout_s` seconds, or the reaper
+                of pods cannot be started.
         """
         deadline = time.monotonic() + timeout_s
         listing = ["get", "pods", f"--selector={owner.LABEL}={owner.owner()}", "--output=name"]
@@ -154,7 +166,7 @@ class Kubectl:
                 warned = True
 
     def pod(self, name: str) -> Any:
-        """Returns the state of a pod.
+        """Returns the state of a pod, as the parsed JSON of the cluster.
 
         Raises:
             InfrastructureFault: There is no such pod, or the cluster does not answer.
@@ -168,7 +180,16 @@ class Kubectl:
             raise InfrastructureFault(f"the pod {name}: kubectl printed no JSON: {error}") from error
 
     def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand (`run_program`)."""
+        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
+
+        Args:
+            words: The subcommand and its arguments.
+            timeout_s: Time limit in seconds.
+            limits: Further arguments of `run_program`.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
         return run_program([*self.client, *words], timeout_s, **limits)
 
 
@@ -196,7 +217,19 @@ class KubectlContainer:
         variables: Mapping[str, str] | None = None,
         limit: int = 2**24,
     ) -> CommandOutput:
-        """Runs a program in the container; see `Container.run`. No process of the program survives.
+        """Runs a program in the container, waits for its end, and returns status, exit code and output. No process of
+        the program survives.
+
+        A program that is late has the status `timeout`; after too much output, `output`. A program that cannot be
+        started has the status `failed`.
+
+        Args:
+            argv: Program and arguments; no shell is involved.
+            timeout_s: Time limit in seconds, without the start and the reply (`GRACE_S` seconds more).
+            stdin: Standard input.
+            folder: Working folder; None for the image's own.
+            variables: Environment variables, in addition to the image's.
+            limit: Maximum size of standard output, and of standard error, in bytes.
 
         Raises:
             InfrastructureFault: The container was ended from outside, or the connection was lost.
@@ -221,7 +254,12 @@ class KubectlContainer:
         return reply.output(reply.stdout, reply.stderr)
 
     def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the container except process 1; sends nothing if the last `run` has killed them."""
+        """Kills all processes in the container except process 1; sends nothing if the last `run` has killed them, or
+        the container has ended through the policy's fault.
+
+        Raises:
+            InfrastructureFault: The container was ended from outside, or the client does not work.
+        """
         if not self._clean and self._ended is None:
             ran = self._exec(["sh", "-c", KILL_ALL], timeout_s)
             if ran.status != "ok":
@@ -229,10 +267,10 @@ class KubectlContainer:
             self._clean = ran.status == "ok"
 
     def remove(self, timeout_s: float) -> None:
-        """Deletes the pod, without waiting for the end of its container.
+        """Deletes the pod, without waiting for the end of its container. Raises nothing if the pod is gone.
 
         Raises:
-            InfrastructureFault: The cluster does not answer.
+            InfrastructureFault: The cluster does not answer in `timeout_s` seconds, or refuses.
         """
         ran = self.runtime.command([*DELETE, f"pod/{self.name}"], timeout_s)
         if ran.status != "ok":

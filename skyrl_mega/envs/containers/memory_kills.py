@@ -33,7 +33,7 @@ def others_caused(container: str, kills: int) -> bool:
 
 def kill_limits() -> list[str]:
     """Returns the cgroup whose limit caused a kill, for each kill in the kernel's log, oldest first: `machine` if the
-    machine was out of memory, empty if unknown."""
+    machine was out of memory, "" if unknown. [] if the log is not readable."""
     limits, latest = [], ""
     for record in _records():
         if "oom-kill:" in record:

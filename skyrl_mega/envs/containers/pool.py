@@ -41,7 +41,7 @@ class TurnQueue:
         self._progress = time.monotonic()
 
     def take(self, patience_s: float) -> None:
-        """Waits for a place.
+        """Waits for a place; `give_back` must follow. The wait does not count as time of the environment's step.
 
         Args:
             patience_s: Seconds without any place becoming free, after which the wait ends.
@@ -105,11 +105,21 @@ class ContainerPool:
         self._slots = _slots.setdefault((os.getpid(), name, limit), TurnQueue(limit))
 
     def check(self, key: str) -> None:
-        """Checks that the runtime works on this machine (`Runtime.check`)."""
+        """Checks that the runtime works on this machine.
+
+        Raises:
+            UserError: The runtime does not work here; the error names `key`, the setting that contains the options.
+        """
         self.runtime.check(key)
 
     def pull(self, image: str) -> None:
-        """Makes the image available within `pull_timeout_s` (`Runtime.pull`); counts as waiting."""
+        """Makes the image available within `pull_timeout_s`, and returns at once if it is. The time does not count as
+        time of the environment's step.
+
+        Raises:
+            UserError: There is no such image.
+            InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+        """
         with waiting():
             self.runtime.pull(image, self._pull_timeout_s)
 

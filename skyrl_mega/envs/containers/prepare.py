@@ -39,10 +39,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command and returns the exit code: 0, or 1 if an image cannot be pulled or started.
+    """Pulls the named images, with `check` also starts a container of each, and returns the exit code: 0, or 1 if an
+    image cannot be pulled or started. Prints a line per image, and faults to standard error.
 
     Raises:
-        UserError: An argument is wrong, or the runtime does not work on this machine.
+        UserError: An argument is wrong, no image is named, or the runtime does not work on this machine.
     """
     chosen = parser().parse_args(arguments)
     pool = make_pool(chosen.runtime, _options(chosen.options), "--options")
@@ -63,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def images_of(tasks: Path) -> Iterator[str]:
-    """Yields the image of each task in a folder that has one.
+    """Yields the image of each task in a folder (`<task>/task.json`, key `image`); skips tasks without an image.
 
     Raises:
         UserError: The folder does not exist, or a task's file cannot be read.

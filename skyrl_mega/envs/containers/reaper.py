@@ -37,13 +37,14 @@ AT_ONCE = 20
 
 
 def wait_for(owner: int) -> None:
-    """Waits for the end of a process, or for end of file on standard input."""
+    """Waits, without a time limit, for the end of a process, or for end of file on standard input; returns at once if
+    the process has ended."""
     with contextlib.suppress(ProcessLookupError):  # already gone
         select.select([0, os.pidfd_open(owner)], [], [])
 
 
 def output_of(argv: list[str], timeout_s: float = COMMAND_S) -> list[str] | None:
-    """Returns the lines printed by a command; None if the command fails or is late."""
+    """Returns the words printed by a command, split at white space; None if the command fails or is late."""
     try:
         done = subprocess.run(
             argv,
@@ -59,7 +60,7 @@ def output_of(argv: list[str], timeout_s: float = COMMAND_S) -> list[str] | None
 
 
 def runs_with(argument: str) -> bool:
-    """Returns True if a process with this argument runs."""
+    """Returns True if a process of this machine, visible to this process, has this argument on its command line."""
     for path in glob.iglob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError), open(path, "rb") as file:  # ended meanwhile
             if os.fsencode(argument) in file.read().split(b"\0"):
@@ -69,7 +70,14 @@ def runs_with(argument: str) -> bool:
 
 def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting: str = "") -> None:
     """Removes the listed containers, round after round, until for `quiet_s` seconds none has been listed and no process
-    with the argument `starting` has run, at most `LONGEST_S` seconds long."""
+    with the argument `starting` has run, at most `LONGEST_S` seconds long. Failed commands are repeated.
+
+    Args:
+        listing: Command that prints the names of containers.
+        removal: Command that removes the containers named in further arguments.
+        quiet_s: Seconds without a container at the end.
+        starting: Argument of clients that start containers; "" for none.
+    """
     start = quiet_since = time.monotonic()
     while time.monotonic() - start < LONGEST_S:
         names = output_of(listing)

@@ -42,7 +42,11 @@ def runtime_class(name: str, key: str) -> type[Runtime]:
 
 
 def options_of(name: str, key: str) -> Mapping[str, Option]:
-    """Returns the options of a runtime and of its pool.
+    """Returns name → declaration of the options of a runtime and of its pool.
+
+    Args:
+        name: A name in `RUNTIMES`.
+        key: Setting with the name, for the error.
 
     Raises:
         UserError: There is no such runtime.
@@ -51,7 +55,7 @@ def options_of(name: str, key: str) -> Mapping[str, Option]:
 
 
 def make_pool(name: str, options: Mapping[str, Any], key: str) -> ContainerPool:
-    """Returns the containers of a runtime, with a limit of containers at once.
+    """Returns a pool that starts the containers of a runtime, at most `containers` at once; starts none yet.
 
     Args:
         name: A name in `RUNTIMES`.
@@ -59,7 +63,7 @@ def make_pool(name: str, options: Mapping[str, Any], key: str) -> ContainerPool:
         key: Setting with the options, for errors.
 
     Raises:
-        UserError: There is no such runtime, or an option is wrong.
+        UserError: There is no such runtime, or an option is unknown or wrong.
     """
     cls = runtime_class(name, key)
     chosen = filled(key, options, options_of(name, key))

@@ -60,20 +60,21 @@ class RexClient:
         self._alive = alive
 
     def wait_until_alive(self, timeout_s: float) -> None:
-        """Waits for the server's start.
+        """Waits until the server answers that it is alive.
 
         Raises:
-            InfrastructureFault: The server does not answer in time, or refuses the token.
+            InfrastructureFault: The server does not answer in `timeout_s` seconds, is gone, or refuses the token.
         """
         asyncio.run(self._wait_until_alive(timeout_s))
 
     def execute(self, argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Runs a program in the container, and returns exit code and standard output.
+        """Runs a program in the container, without a shell, and returns exit code and standard output.
 
         Raises:
-            CommandLate: The program took more than `timeout_s` seconds.
+            CommandLate: The server ended the program after `timeout_s` seconds.
             CommandRefused: The program cannot be started.
-            InfrastructureFault: The server is gone, or its reply has another form.
+            InfrastructureFault: The server is gone, fails, refuses, does not answer within `LONG_S` seconds more, or
+                its reply has another form.
         """
         body = {"command": list(argv), "timeout": timeout_s, "shell": False, "check": False}
         reply = self._post("/execute", body, timeout_s + LONG_S)
@@ -83,11 +84,11 @@ class RexClient:
         return status, out
 
     def write_file(self, path: str, content: str, timeout_s: float) -> None:
-        """Writes a text file in the container, and the folders above the file.
+        """Writes a text file in the container, and creates the folders above the file.
 
         Raises:
             CommandRefused: The file cannot be written.
-            InfrastructureFault: The server is gone.
+            InfrastructureFault: The server is gone, fails, or does not answer in `timeout_s` seconds.
         """
         self._post("/write_file", {"path": path, "content": content}, timeout_s)
 

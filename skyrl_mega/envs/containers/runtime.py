@@ -41,10 +41,11 @@ class Container(Protocol):
         variables: Mapping[str, str] | None = None,
         limit: int = 2**24,
     ) -> CommandOutput:
-        """Runs a program in the container, as the container's user, and waits for its end.
+        """Runs a program in the container, as the container's user, waits for its end, and returns status, exit code
+        and output.
 
-        A program that is late, or prints too much, is ended. Processes started by the program may survive
-        (`end_processes`).
+        A program that is late (status `timeout`) or prints too much (`output`) is ended. Processes started by the
+        program may survive (`end_processes`).
 
         Args:
             argv: Program and arguments; no shell is involved.
@@ -76,7 +77,8 @@ class Runtime(Protocol):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
-        """Raises UserError for options that contradict each other; `key` is the setting that contains them."""
+        """Raises UserError for options that are unknown, invalid, or contradict each other; `key` is the setting that
+        contains them."""
 
     def check(self, key: str) -> None:
         """Checks that the runtime works on this machine.
@@ -95,8 +97,8 @@ class Runtime(Protocol):
         """
 
     def start(self, image: str, timeout_s: float) -> Container:
-        """Starts a container of an available image and waits until commands can run.
+        """Starts a container of an available image, and returns it once commands can run.
 
         Raises:
-            InfrastructureFault: The container does not start.
+            InfrastructureFault: The container does not start in `timeout_s` seconds.
         """

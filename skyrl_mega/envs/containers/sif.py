@@ -57,8 +57,8 @@ def make_available(image: str, file: Path, pull: Callable[[Path, str, float], Co
         timeout_s: Time limit in seconds, including the wait for another pull.
 
     Raises:
-        UserError: There is no such image or file.
-        InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+        UserError: There is no such image or file, or its registry refuses access.
+        InfrastructureFault: The pull fails, the time limit has passed, or the file cannot be written.
     """
     if file.is_file():
         return

@@ -50,7 +50,12 @@ class SweRexRuntime:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
-        """Raises UserError for a command that is missing, has an open quotation, or does not name the image."""
+        """Raises UserError for a command that is missing, has an open quotation, or names the image in no argument.
+
+        Args:
+            options: Options of the runtime, with defaults filled in.
+            key: Setting that contains the options, for errors.
+        """
         command = options["command"]
         fix = f"{key}.command='/path/to/start_server {IMAGE}'"
         if command is None:
@@ -63,7 +68,8 @@ class SweRexRuntime:
             raise UserError(f"no argument has {IMAGE}", key=f"{key}.command", value=command, fix=fix)
 
     def check(self, key: str) -> None:
-        """Raises UserError if the program does not exist on this machine."""
+        """Raises UserError if the program does not exist on this machine; starts nothing. `key` is the setting that
+        contains the options."""
         if shutil.which(self.words[0]) is None:
             raise UserError(
                 f"there is no program {self.words[0]} on this machine",
@@ -75,11 +81,12 @@ class SweRexRuntime:
         """Does nothing: the user's program makes the image available."""
 
     def start(self, image: str, timeout_s: float) -> SweRexContainer:
-        """Starts a container and waits until its server answers.
+        """Starts a container by the user's program, and returns it once its server answers. Ends the program after a
+        fault.
 
         Raises:
-            InfrastructureFault: The program printed no address in time, the server does not answer, or the container
-                has served a trajectory before.
+            InfrastructureFault: The program cannot be started or prints no address in time, the server does not answer,
+                or the container has served a trajectory before or lacks a tool.
         """
         deadline = time.monotonic() + timeout_s
         places = {IMAGE: image, LIFETIME: str(self.lifetime_s)}
@@ -108,10 +115,10 @@ class SweRexContainer:
         """True if no process of a command can be left."""
 
     def prepare(self, timeout_s: float) -> None:
-        """Marks the container as used, and notes its processes.
+        """Marks the container as used, and notes its processes, which `end_processes` spares.
 
         Raises:
-            InfrastructureFault: The container was used before, or lacks a tool.
+            InfrastructureFault: The container was used before or lacks a tool, or the server is gone.
         """
         try:
             status, out = self._client.execute(["sh", "-c", FIRST, "first", USED], timeout_s)
@@ -135,7 +142,12 @@ class SweRexContainer:
         thread may use the container at a time.
 
         Args:
-            argv, timeout_s, stdin, folder, variables, limit: As for `Container.run`.
+            argv: Program and arguments; no shell is involved.
+            timeout_s: Time limit in seconds.
+            stdin: Standard input.
+            folder: Working folder; None for the image's own.
+            variables: Environment variables, in addition to the image's.
+            limit: Maximum size of standard output, and of standard error, in bytes.
 
         Returns:
             Status, exit code and outputs. Status `timeout` for a late program, `output` for too much output. If the
@@ -168,7 +180,11 @@ class SweRexContainer:
 
     def end_processes(self, timeout_s: float) -> None:
         """Kills all processes except those of the new container; sends nothing if the last `run` has killed them. If
-        the policy's processes leave no space for another process, nothing is killed, and later commands fail."""
+        the policy's processes leave no space for another process, nothing is killed, and later commands fail.
+
+        Raises:
+            InfrastructureFault: A process cannot be killed in time, or the server is gone.
+        """
         if self._clean:
             return
         try:
@@ -182,7 +198,9 @@ class SweRexContainer:
         self._clean = True
 
     def remove(self, timeout_s: float) -> None:
-        """Closes the input of the program that started the container, and waits for its end."""
+        """Closes the input of the program that started the container, and waits for its end; kills a program that runs
+        for `timeout_s` seconds more. Raises nothing: after a failure logs a warning that the container may still exist.
+        """
         _end(self._starter, timeout_s)
 
     def _outputs(self, call: RemoteCall, timeout_s: float) -> CommandOutput:

@@ -22,7 +22,8 @@ def strict_answer(text: str) -> str | None:
 
 
 def is_right(answer: str | None, ground_truth: object) -> bool:
-    """Returns True if the strict answer equals the ground truth, possibly written as `1,234` or `$1,234`."""
+    """Returns True if the strict answer equals the ground truth, possibly written as `1,234` or `$1,234`; False for
+    None."""
     return answer is not None and answer == re.sub(r"[,$]", "", str(ground_truth)).strip()
 
 

@@ -12,8 +12,13 @@ add_arguments = gsm8k.add_arguments
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows: those of `gsm8k`, with the environment
-    `gsm8k_multi_turn`. Raises UserError as the function of `gsm8k` does."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows: the rows of `gsm8k`, with the environment
+    `gsm8k_multi_turn`, from `args.source` or Hugging Face's hub, which is downloaded.
+
+    Raises:
+        UserError: The source cannot be read, or `--shots` lacks training questions. While the rows are read: a row is
+            malformed.
+    """
     return {
         name: ({**row, "env_class": "gsm8k_multi_turn"} for row in rows) for name, rows in gsm8k.tables(args).items()
     }

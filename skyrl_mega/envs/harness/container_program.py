@@ -75,7 +75,8 @@ class ContainerProgram:
     def run(
         self, container: Container, endpoint: AgentEndpoint, texts: Mapping[str, str], folder: str | None
     ) -> SandboxResult:
-        """Runs the program to the end, or to the time limit. All processes of the container are dead on return.
+        """Runs the program to the end, or to the time limit: `timeout_s`, or `endpoint.seconds` if shorter. All
+        processes of the container are dead on return.
 
         Args:
             container: A container on this machine.
@@ -83,8 +84,12 @@ class ContainerProgram:
             texts: Name → text of files for `FOLDER`, `TASK` included.
             folder: Working folder; None for `FOLDER`.
 
+        Returns:
+            The result. A program that fails, is late or prints too much is no error: the status tells.
+
         Raises:
-            InfrastructureFault: The program cannot be started, or the container is gone.
+            InfrastructureFault: The policy cannot be made reachable in the container, the container takes no files, or
+                it is gone.
         """
         start = time.monotonic()
         limit_s = self.timeout_s if endpoint.seconds is None else min(self.timeout_s, endpoint.seconds)
@@ -105,7 +110,11 @@ class ContainerProgram:
 
 def read_file(container: Container, name: str, most_bytes: int) -> str | None:
     """Returns the text of a file in `FOLDER`, cut after `most_bytes`; None without the file. Anything but a plain
-    readable file, such as a link, counts as an empty text."""
+    readable file, such as a link, counts as an empty text, and so does a late reading.
+
+    Raises:
+        InfrastructureFault: The container is gone.
+    """
     command = '[ -e "$1" ] || [ -L "$1" ] || exit 9; [ -f "$1" ] && [ ! -L "$1" ] && exec head -c "$2" "$1"'
     output = container.run(["sh", "-c", command, "sh", f"{FOLDER}/{name}", str(most_bytes)], GRACE_S, limit=most_bytes)
     if output.exit == 9:
@@ -114,10 +123,12 @@ def read_file(container: Container, name: str, most_bytes: int) -> str | None:
 
 
 def reachable(endpoint: AgentEndpoint, container: Container) -> AgentEndpoint:
-    """Returns the endpoint with its address in the container, and makes the endpoint answer there.
+    """Returns the endpoint with its address in the container, and makes the endpoint answer there. Returns the endpoint
+    unchanged for a container with the network of this process.
 
     Raises:
-        InfrastructureFault: The container is gone, or this machine does not let a process enter its network.
+        InfrastructureFault: The container is gone or not on this machine, this machine does not let a process enter its
+            network, or the endpoint accepts no further socket.
     """
     if not isinstance(container, LocalContainer):
         raise InfrastructureFault("the container is not on this machine, where the address of the policy is")

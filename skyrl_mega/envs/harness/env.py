@@ -66,8 +66,8 @@ class HarnessEnv(AgentEnv):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raises UserError for a command with an open quotation, a reward function without import or with other
-        arguments, a variable without text, an unknown container runtime or a wrong option of the runtime, or a software
-        task without a container."""
+        arguments, a variable without text, an unknown container runtime or a wrong option of the runtime, containers
+        that cannot reach the policy, or `container` beside a software task."""
         if options["command"] is not None:
             split(options["command"], f"{KEY}.command")
         if options["reward"] is not None:
@@ -88,10 +88,10 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def try_machine(cls, options: Mapping[str, Any]) -> None:
-        """Tries what the judge starts on this machine (`try_machine` of its environment).
+        """Tries what the judge starts on this machine (`try_machine` of its environment); starts no program.
 
         Raises:
-            UserError: The start fails.
+            UserError: The start fails, or `reward` is missing.
         """
         judge = _judge(options)
         judge.cls.try_machine(judge.options)
@@ -110,7 +110,7 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns the longest duration of the judging in seconds, under the judge's own limits."""
+        """Returns the longest duration of the judging in seconds, under the judge's own limits; 0 without `reward`."""
         if options["reward"] is None:
             return 0.0
         judge = _judge(options)
@@ -123,8 +123,12 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def with_absolute_paths(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the options with absolute paths of the files in `command`, `read` and `reward`, and in the options of
-        a built-in judge."""
+        """Returns a copy of the options with absolute paths of the files in `command`, `read` and `reward`, and in the
+        options of a built-in judge.
+
+        Raises:
+            UserError: The command has an open quotation or no word.
+        """
         changed = dict(options)
         if options.get("command"):
             words = words_with_scripts if places.in_container(options) else words_of
@@ -139,9 +143,10 @@ class HarnessEnv(AgentEnv):
         return changed
 
     def prepare(self) -> None:
-        """Opens the program's place: starts the container, if the program runs in a container.
+        """Opens the program's place: creates the working folder, or starts the container.
 
         Raises:
+            UserError: The image does not exist, or a file of a software task cannot be used.
             InfrastructureFault: The container does not start.
         """
         self.place.open()
@@ -149,11 +154,15 @@ class HarnessEnv(AgentEnv):
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
         """Runs the program and judges the answer: the file `answer.txt`, or the standard output without this file.
         After a limit of time, output or disk, the work so far is judged. A software task is judged by its tests
-        instead.
+        instead. Closes the program's place.
 
         Args:
             endpoint: Address and key of the policy, given to the program.
             prompt: The row's messages, written into the program's task file.
+
+        Returns:
+            The judge's reward; no observations, `done` True, and in `metadata` the judge's notes and facts on the
+            program.
 
         Raises:
             ProgramFailed: The program failed or was ended for memory, and the option `failed_exit` is `error`.
@@ -188,7 +197,7 @@ class HarnessEnv(AgentEnv):
         return self.judge.verdict(_with_program(self.extras, about), prompt, answer)
 
     def close(self) -> None:
-        """Removes the program's place, such as a container."""
+        """Removes the program's place: working folder or container. May be called again."""
         self.place.close()
 
 
@@ -214,11 +223,11 @@ def _noted(result: SandboxResult) -> dict[str, Any]:
 
 
 def visible_columns(extras: Mapping[str, Any], hidden: list[str]) -> dict[str, Any]:
-    """Returns the columns of a row for the program: all but the ground truth and hidden columns.
+    """Returns a copy of a row's columns for the program: all but the ground truth and hidden columns.
 
     Args:
         extras: The row's columns.
-        hidden: Names of columns, or of entries of columns (`extra_info.answer`).
+        hidden: Names of columns, or of entries of columns (`extra_info.answer`); missing names are no error.
     """
     columns = copy.deepcopy({name: value for name, value in extras.items() if name not in SPECS})
     for name in hidden:

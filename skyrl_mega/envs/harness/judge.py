@@ -44,7 +44,8 @@ class AnswerJudge:
         return cls(judging, complete)
 
     def verdict(self, extras: Mapping[str, Any], prompt: list[Message], answer: str) -> BaseTextEnvStepOutput:
-        """Returns the reward of an answer, and notes.
+        """Judges an answer; returns the reward, `done` True and notes in `metadata`. Errors of the judge itself pass
+        unchanged.
 
         Args:
             extras: The row's columns without the prompt.

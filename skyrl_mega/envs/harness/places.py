@@ -51,11 +51,12 @@ class ProgramPlace(Protocol):
     """The program's folder for this process, while the place is open; None in a container."""
 
     def open(self) -> None:
-        """Creates the place, unless it is open."""
+        """Creates the place, unless it is open. Raises InfrastructureFault if a container does not start, and UserError
+        if its image does not exist."""
 
     def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
-        """Runs the program once, with files by name → text. Raises InfrastructureFault if the program cannot be
-        started."""
+        """Runs the program once, with files by name → text, and returns the result. A program ended by a limit is no
+        error: the status names the limit. Raises InfrastructureFault if the program cannot be started."""
 
     def answer(self, most_bytes: int) -> str | None:
         """Returns the text of the answer's file, cut after `most_bytes`; None without such a file."""
@@ -73,7 +74,7 @@ class ProgramFolder:
         self.folder: str | None = None
 
     def open(self) -> None:
-        """Creates the working folder."""
+        """Creates the working folder, unless it is open."""
         if self._workspace is None:
             self._workspace = self.program.box.workspace()
             self.folder = str(self._workspace.folder)
@@ -105,7 +106,7 @@ class ProgramFolder:
         return read_answer(self._opened(), most_bytes)
 
     def close(self) -> None:
-        """Removes the working folder."""
+        """Removes the working folder with its files; may be called again."""
         if self._workspace is not None:
             self._workspace.close()
             self._workspace = None
@@ -171,7 +172,8 @@ class ProgramContainer:
         return read_file(self._opened(), ANSWER, most_bytes)
 
     def close(self) -> None:
-        """Removes the container."""
+        """Removes the container and gives its place in the pool back; may be called again. A slow or failed removal
+        goes on in the background and raises nothing."""
         if self._container is not None:
             container, self._container = self._container, None
             self._containers.remove(container)
@@ -198,7 +200,12 @@ class TaskContainer:
         self._open = False
 
     def open(self) -> None:
-        """Opens the task's session."""
+        """Opens the task's session, unless it is open: starts the task's container with its files.
+
+        Raises:
+            UserError: The task cannot be used, such as for a missing image.
+            InfrastructureFault: The container does not start.
+        """
         if not self._open:
             self.task.init([])
             self._open = True
@@ -210,6 +217,9 @@ class TaskContainer:
         Args:
             endpoint: Address and key of the policy.
             texts: Name → text of files, written into the program's folder (`container_program.FOLDER`) first.
+
+        Returns:
+            The result. A program that is late or prints too much is no error: the status tells.
 
         Raises:
             InfrastructureFault: The program cannot be started, or the container is gone.
@@ -239,7 +249,7 @@ class TaskContainer:
         return self.task.out_of_time()
 
     def close(self) -> None:
-        """Closes the task's session."""
+        """Closes the task's session and removes its container; may be called again."""
         self.task.close()
 
 
@@ -252,7 +262,8 @@ def place_of(options: Mapping[str, Any], judge: AnswerJudge, extras: Mapping[str
         extras: The row's columns.
 
     Raises:
-        UserError: The program or a variable does not exist, or the row has no image.
+        UserError: `command` is missing, the program, a script or a variable does not exist, an option of the sandbox is
+            wrong, or the row has no image or no valid image.
     """
     if issubclass(judge.cls, SweEnv):
         task = judge.cls(env_config=judge.options, extras={**extras, "max_turns": 1})
@@ -291,7 +302,8 @@ def check_options(options: Mapping[str, Any], judge: AnswerJudge) -> None:
     """Checks the options of containers.
 
     Raises:
-        UserError: There is no such runtime, an option of the runtime is wrong, or a software task has no container.
+        UserError: There is no such runtime, an option of the runtime is wrong, its containers cannot reach the policy,
+            or `container` is given beside a software task, which has its own.
     """
     name, key = options["container"], f"{KEY}.container"
     if issubclass(judge.cls, SweEnv):
@@ -309,7 +321,8 @@ def check_ready(options: Mapping[str, Any], judge: AnswerJudge) -> None:
     """Checks the program, and the sandbox or the container runtime on this machine.
 
     Raises:
-        UserError: The program does not exist, a variable is not set, or the machine lacks a confinement or the runtime.
+        UserError: `command` is missing, the program or a script does not exist, a variable is not set, or the machine
+            lacks a confinement or the runtime.
     """
     if not in_container(options):
         program = _sandbox_program(options)

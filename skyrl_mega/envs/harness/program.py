@@ -104,6 +104,10 @@ def check_variables(variables: Mapping[Any, Any], key: str) -> None:
 def values_of(variables: Mapping[str, str | None], key: str) -> dict[str, str]:
     """Returns the environment variables of a setting, with the run's own values in the place of None.
 
+    Args:
+        variables: Name → value; None for the value in the environment of this process.
+        key: The setting, for errors.
+
     Raises:
         UserError: The run has no variable of a name.
     """
@@ -115,10 +119,12 @@ def values_of(variables: Mapping[str, str | None], key: str) -> dict[str, str]:
 
 
 def check_network(box: Sandbox, key: str) -> None:
-    """Checks the confinement of a program's network to the endpoint.
+    """Checks that this machine can confine a program's network to the endpoint, by a trial. Checks nothing for plain
+    processes, or if the sandbox is to work without this confinement.
 
     Raises:
         UserError: This machine has no network namespaces.
+        InfrastructureFault: The sandbox does not start.
     """
     if box.confined and "network" not in box.without:
         try:
@@ -130,6 +136,9 @@ def check_network(box: Sandbox, key: str) -> None:
 def read_answer(folder: Workspace, most_bytes: int) -> str | None:
     """Returns the text of the file `ANSWER`, cut after `most_bytes`; None without the file. Anything but a plain
     readable file, such as a link, counts as an empty text.
+
+    Raises:
+        InfrastructureFault: This machine cannot read the file: too many open files, or an error of the disk.
     """
     place = os.open(folder.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -35,13 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--train-file` and `--test-file`.
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--train-file` and `--test-file`, at most
+    `--limit` rows each.
 
     Tasks of the test file are left out of the training rows. With a single file, only that split is returned; without
-    files, both splits hold small generated tasks.
+    files, both splits hold small generated tasks, deterministic in `args.seed`.
 
     Raises:
-        UserError: A file is malformed.
+        UserError: A file cannot be read or is malformed.
     """
     if args.train_file is None and args.test_file is None:
         train, test = _small(np.random.default_rng(args.seed))

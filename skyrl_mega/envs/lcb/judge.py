@@ -55,7 +55,8 @@ def cases(tests: Any) -> list[Case]:
     and `metadata.func_name`.
 
     Raises:
-        ValueError: The value is not a non-empty list of tests, or a functional test names no function.
+        ValueError: The value is not a non-empty list of tests, is malformed JSON, or a functional test names no
+            function.
         KeyError: A test has no `input` or `output`.
         TypeError, AttributeError: The value or a test is of another type.
     """

@@ -158,11 +158,11 @@ class MathWorker:
         self.rest = b""
 
     def ready(self) -> None:
-        """Starts the process unless already running.
+        """Starts the process unless already running, and waits until it is loaded.
 
         Raises:
             TimeoutError: The process does not start within `START_S` seconds and must be killed.
-            OSError: The process died.
+            OSError: The process cannot be started, or died.
         """
         if self.process is None or self.process.poll() is not None:
             self._start()
@@ -176,7 +176,7 @@ class MathWorker:
             seconds: Time limit.
 
         Returns:
-            True if equal; None if the algebra failed, "late" if the time limit passed.
+            True if equal, False if different; None if the algebra failed, "late" if the time limit passed.
 
         Raises:
             TimeoutError: The worker did not even report being late and must be killed.
@@ -199,7 +199,7 @@ class MathWorker:
         return False
 
     def kill(self) -> None:
-        """Kills the process, if started; `ready` starts another."""
+        """Kills the process, if started, and waits for its end; `ready` starts another."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

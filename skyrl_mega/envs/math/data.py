@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--train-file` and `--test-file`, or small
-    generated problems without files. With a single file, only that split is returned. Problems are unique, within
-    and across the files; problems without an answer are left out, and counted on stderr.
+    generated problems without files; deterministic in `args.seed`. With a single file, only that split is returned.
+    Problems are unique, within and across the files; problems without an answer are left out, and counted on stderr.
 
     Raises:
-        UserError: The training problems are fewer than `--shots`, or a file is malformed.
+        UserError: The training problems are fewer than `--shots`, or a file cannot be read or is malformed.
     """
     if args.train_file is None and args.test_file is None:
         splits = dict(zip(("train", "test"), _small(np.random.default_rng([args.seed, 1])), strict=True))

@@ -80,7 +80,7 @@ class MathEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges a solution and ends the trajectory: reward of the option `right` for the right answer, else of the
-        option `wrong`.
+        option `wrong`. `metadata` has `parsed_answer` (None without an answer) and `correct`.
 
         Raises:
             InfrastructureFault: The algebra process was killed, or does not start.
@@ -108,8 +108,14 @@ class MathEnv(BaseTextEnv):
 
 
 def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
-    """Returns True if an answer equals the gold answer (`check.same`). Waits for a process do not count as time of the
-    environment.
+    """Returns True if an answer equals the gold answer, as mathematics. An empty answer equals nothing. Waits for a
+    process do not count as time of the environment.
+
+    Args:
+        gold: The right answer.
+        answer: The answer to check.
+        seconds: Time limit for algebra; after this time the answers count as different. None disables algebra.
+        question: The question; an expression copied from the question is no answer.
 
     Raises:
         InfrastructureFault: The process of the check was killed, or does not start.

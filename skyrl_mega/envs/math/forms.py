@@ -127,7 +127,9 @@ def _factors(text: str) -> int:
 
 
 def tokens(text: str) -> list[str]:
-    """Returns numbers, letters, operations and opening brackets, without no-ops: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
+    r"""Returns the tokens of a LaTeX text in order: numbers (decimals as fractions), letters, words of more than
+    `LONGEST_WORD` letters, operations and opening brackets. Multiplication signs and no-ops are left out: `+0x`, `\cdot
+    1`, `^1`, `(2)`."""
     text = FRACTION.sub(r"(\1)/(\2)", NO_OPS.sub(" ", text.replace("*", "\\cdot ")))
     text = BRACKETED.sub(r" \1 ", text)
     result: list[str] = []

@@ -138,7 +138,8 @@ def split_top_level(text: str, separators: Iterable[str]) -> tuple[list[str], li
 
 
 def wrapped(text: str, opening: str, closing: str) -> bool:
-    """Returns True if a single pair of brackets, `opening` and its match `closing`, encloses the whole text."""
+    """Returns True if a single pair of brackets, `opening` and its match `closing`, encloses the whole text, and the
+    text between them is not empty."""
     if not (text.startswith(opening) and text.endswith(closing)) or len(text) <= len(opening) + len(closing):
         return False
     depth = 0

@@ -304,7 +304,8 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """Returns the exact value of a number, or None: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`."""
+    r"""Returns the exact value of a number, such as `-12`, `0.5`, `3/4`, `1 1/2`, `0.\overline{6}` or `2\cdot10^3`;
+    None for any other text, also for a denominator 0 and for a mixed number like `2 3/2`."""
     text = text.strip()
     sign = -1 if text.startswith("-") else 1
     text = re.sub(r"^[-+]\s*", "", text, count=1)

@@ -77,14 +77,15 @@ class Budget:
         return 0
 
     def close(self) -> None:
-        """Removes the cgroup, unless still in use."""
+        """Removes the cgroup, unless still in use; raises nothing."""
         if self.group is not None:
             with contextlib.suppress(OSError):  # still in use: the next start removes the group
                 self.group.rmdir()
 
 
 def shared(name: str, total_mib: float) -> Budget:
-    """Returns this process's `Budget` for an environment, shared by all sandboxes of the same name and limit.
+    """Returns this process's `Budget` for an environment, shared by all sandboxes of the same name and limit. The first
+    call creates the budget, with a cgroup if possible, and removes the cgroup at the exit of this process.
 
     Args:
         name: Name of the environment.

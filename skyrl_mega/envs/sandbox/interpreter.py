@@ -11,13 +11,15 @@ INTERPRETER_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 
 def paths_of_this() -> Iterator[str]:
-    """Yields the paths of the running interpreter."""
+    """Yields the readable paths of the running interpreter: the existing `INTERPRETER_PARTS` (programs and libraries)
+    of its environment and of its base installation, also with links resolved."""
     return _parts(sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
 
 
 def paths_of(program: str) -> Iterator[str]:
-    """Yields the paths of a program's virtual environment and of the interpreter below the environment; nothing for a
-    program outside a virtual environment.
+    """Yields the readable paths of a program's virtual environment, and of the interpreter that the environment is
+    based on: existing `INTERPRETER_PARTS`, also with links resolved. Yields nothing for a program outside a virtual
+    environment.
 
     Args:
         program: Absolute path, such as `/home/me/venv/bin/python`.

@@ -36,8 +36,8 @@ REPORT_EVERY_S, MIB = 0.5, 2**20
 
 
 def main() -> None:
-    """Reads an order of `run.Sandbox` from standard input, executes the order, and writes the result to the descriptor
-    in `sys.argv[1]`."""
+    """Reads an order of `run.Sandbox` from standard input, executes the order, and writes the result, a line of JSON,
+    to the descriptor in `sys.argv[1]`. Raises EOFError if the order is incomplete."""
     report = int(sys.argv[1])
     os.set_inheritable(report, False)
     signal.set_wakeup_fd(-1)

@@ -168,7 +168,8 @@ class Sandbox:
         serve: Callable[[socket.socket], None] | None = None,
     ) -> SandboxResult:
         """Runs a command and waits for its end; all its processes are dead on return. A failed command, or one ended by
-        a limit, is no error: see `SandboxResult.status`.
+        a limit, is no error: see `SandboxResult.status`. If the run gives up on the environment's step meanwhile, the
+        command is killed, with the status `failed`.
 
         Args:
             argv: Absolute path of the program, and its arguments.

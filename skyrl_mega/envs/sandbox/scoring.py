@@ -35,7 +35,8 @@ PAUSE_S = 1.0
 
 def run_with_retries(run: Callable[[float], T], seconds: float, max_tries: int = TRIES) -> T:
     """Runs a command and returns the result of the last try. Retries if the command ended for memory shared with other
-    commands, by the loss of its machine, or by a SIGKILL that no limit sent.
+    commands, by the loss of its machine, or by a SIGKILL that no limit sent, and the time left suffices for a try as
+    long as the last. Errors of `run` are raised unchanged.
 
     A command that ends so on every try is at fault itself: otherwise a policy could have bad answers discarded.
 

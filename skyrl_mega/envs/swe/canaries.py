@@ -109,11 +109,15 @@ class TestSource:
         self.functions = list(self._functions(self.tree.body, " ".join(marks), ()))
 
     def marked(self, marks_file: str, number: int) -> bytes:
-        """Returns the file's code with statements that write marks of the execution to `marks_file`. Call once: changes
-        the parsed tree.
+        """Returns the file's code with statements that append marks of the execution to `marks_file`. Call once:
+        changes the parsed tree.
 
         Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or with the numbers of the file and
         a function; `failed` with these two numbers and the number of an assertion.
+
+        Args:
+            marks_file: Absolute path of the file for the marks, where the tests run.
+            number: Number of this file.
         """
         words: dict[ast.AST, str] = {}
         for f, function in enumerate(self.functions):

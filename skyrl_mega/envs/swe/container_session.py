@@ -42,7 +42,8 @@ class Starter(Protocol):
     """Source of containers: the place of a trajectory in a pool."""
 
     def start(self, image: str, timeout_s: float) -> Container:
-        """Starts a container of an image, and returns it once commands can run."""
+        """Starts a container of an image, and returns it once commands can run. Raises UserError without such an image,
+        and InfrastructureFault if the container does not start."""
 
     def remove(self, container: Container) -> None:
         """Removes a container; a failure is no fault of the trajectory and raises nothing."""
@@ -86,11 +87,14 @@ class ContainerSession:
         `setup`.
 
         A tracked session then removes the hidden files, runs the task's `prepare`, and lists the files. `timeout_s` is
-        not used: `start_timeout_s` limits each part, and counts as waiting.
+        not used: `start_timeout_s` limits each part, and counts as waiting. After an error, `close` removes the
+        container.
 
         Raises:
-            UserError: No image is named, or the image lacks the folder, `sh` or GNU's `find`, `xargs` and `tar`.
-            InfrastructureFault: The container does not start in time.
+            UserError: No image is named, the image does not exist, or it lacks the folder, `sh` or GNU's `find`,
+                `xargs` and `tar`.
+            InfrastructureFault: The container does not start in time, does not take the files, or a script of the task
+                fails.
         """
         image, limit_s = image_of(self.task, self.options), float(self.options["start_timeout_s"])
         with waiting():
@@ -138,8 +142,9 @@ class ContainerSession:
         return ran.stdout.decode(errors="replace")
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Runs a command by `bash -c`, or `sh -c` without bash, in the repository. A tracked session then ends all
-        processes.
+        """Runs a command by `bash -c`, or `sh -c` without bash, in the repository, after the prelude; returns status,
+        exit code and output. A tracked session then ends all processes. A command that is late or prints too much is no
+        error: the status is `timeout` or `output`.
 
         Raises:
             RuntimeError: The session is not open.
@@ -201,10 +206,11 @@ class ContainerSession:
         return {**dict.fromkeys(removed | (changed.keys() - wanted.keys())), **content}
 
     def read_below(self, paths: tuple[str, ...], timeout_s: float) -> dict[str, File]:
-        """Returns the files and links at or below some paths of the repository.
+        """Returns path → file for the files and links at or below some paths of the repository; {} without any.
 
         Raises:
-            UnfitError: The files cannot be read, or have more than `files_mib`.
+            UnfitError: The files cannot be read in time, or have more than `files_mib`.
+            InfrastructureFault: The container is lost.
         """
         listed = files.listing(self.container, self.task.folder, timeout_s)
         wanted = {name: entry for name, entry in listed.items() if any(f"{name}/".startswith(f"{p}/") for p in paths)}
@@ -222,7 +228,8 @@ class ContainerSession:
             files.write(self.container, self.task.folder, files_, float(self.options["start_timeout_s"]))
 
     def close(self, timeout_s: float) -> None:
-        """Removes the container as `ContainerPlace.remove` does, with the pool's time limit; may be called again."""
+        """Removes the container; may be called again, and before `open`. The pool limits the wait, not `timeout_s`: a
+        slow or failed removal goes on in the background and raises nothing."""
         container, self._container = self._container, None
         if container is not None:
             self._starter.remove(container)

@@ -56,10 +56,13 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows; a file without tasks is left out.
 
     Without a folder of tasks as `--source`, first writes the tasks to `<output>/tasks`. Each task's `split` decides the
-    file.
+    file. With `--validate`, runs the tests of all tasks and leaves out the tasks that fail the validation. Prints the
+    number of tasks to standard error.
 
     Raises:
-        UserError: `--source` has no tasks, a task.json is invalid, or a file in `<output>/tasks` has other content.
+        UserError: `--source` has no tasks, a task.json is invalid, a file in `<output>/tasks` has other content, or no
+            task passes the validation.
+        InfrastructureFault: Tasks could not be validated, and `--allow-unchecked` is not given.
     """
     folder = args.output / "tasks"
     if args.source is None:

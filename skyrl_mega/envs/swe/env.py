@@ -111,7 +111,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for an unknown kind of session, and for wrong options of the session."""
+        """Raises UserError for an unknown kind of session, and for unknown or wrong options of the session."""
         sessions.check_session(options)
 
     @classmethod
@@ -129,10 +129,11 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def try_machine(cls, options: Mapping[str, Any]) -> None:
-        """Starts and removes a container for the first task, as a trajectory does; does nothing for other sessions.
+        """Starts and removes a container for the first task, as a trajectory does; pulls a missing image. Does nothing
+        for other sessions.
 
         Raises:
-            UserError: No container starts.
+            UserError: The image does not exist, or the container does not start.
         """
         sessions.try_container(options)
 
@@ -168,10 +169,12 @@ class SweEnv(BaseTextEnv):
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the session; returns the prompt unchanged, and no information.
+        """Opens the session: starts the container, or copies the repository into a sandbox. Returns the prompt
+        unchanged, and no information.
 
         Raises:
-            UserError: The task has no repository, or the repository exceeds the disk limit.
+            UserError: The task has no repository, the repository exceeds the disk limit, or the image does not exist.
+            InfrastructureFault: The container does not start.
         """
         self.session.open(float(self.options["command_timeout_s"]))
         return prompt, {}
@@ -180,11 +183,13 @@ class SweEnv(BaseTextEnv):
         """Runs the command in `<bash>` and returns its output, or judges the work after `<submit/>`; the first of the
         two tags counts.
 
-        The last turn (`max_turns`) runs its command and then judges the work. The reward is 1 if the tests pass, else
-        0, also for all earlier turns.
+        The last turn (`max_turns`) runs its command and then judges the work. The reward is 1 if the tests pass and the
+        canaries fail, else 0, also for all earlier turns.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start a command.
+            InfrastructureFault: The sandbox cannot start a command, the container is lost, or a container for the tests
+                does not start.
+            UserError: The task's test patch does not apply, or its hidden files cannot be read.
         """
         self.turns += 1
         deadline = working_clock() + self.longest_step_s(self.options)
@@ -204,7 +209,13 @@ class SweEnv(BaseTextEnv):
         )
 
     def out_of_time(self) -> BaseTextEnvStepOutput:
-        """Judges the work done so far by the tests, as after `<submit/>`."""
+        """Judges the work done so far by the tests, as after `<submit/>`, and closes the session. Returns reward 1 or
+        0, and `done` True.
+
+        Raises:
+            InfrastructureFault: The container is lost, or a container for the tests does not start.
+            UserError: The task's test patch does not apply, or its hidden files cannot be read.
+        """
         return self._judge({"command": None}, working_clock() + self.longest_step_s(self.options))
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
@@ -230,7 +241,8 @@ class SweEnv(BaseTextEnv):
         return self.session.changes(seconds)
 
     def close(self) -> None:
-        """Closes the session, unless judging has closed it, and gives the place of the trajectory's containers back."""
+        """Closes the session, unless judging has closed it, and gives the place of the trajectory's containers back.
+        May be called again."""
         try:
             self._close_session()
         finally:

@@ -90,12 +90,17 @@ class Examiner:
     session: NewSession
 
     def examination(self, deadline: float) -> Examination:
-        """Returns the facts about the task, examined once per task and process.
+        """Returns the facts about the task, examined once per task and process. The first call runs the untouched
+        repository's tests, unless the option `proof` is `exit`.
+
+        Args:
+            deadline: End of the time limit on the clock `working_clock()`.
 
         Raises:
             TimeoutError: The tests did not start in time.
             InfrastructureFault: A container does not start, or another trajectory's examination does not end.
-            UserError: The test patch does not apply, or the hidden files cannot be read.
+            UserError: The test patch does not apply, the hidden files cannot be read, or a link in `hidden` leads out
+                of the folder of tasks.
         """
         key = (str(self.task.path), self.test, *self.names, repr(self.options))
         own: dict[str, File | None] = {} if self.task.in_image else _read(self.task.repo, self._is_own)
@@ -197,12 +202,13 @@ class Examiner:
 
 
 def patch_changes(session: Session, patch: Path, seconds: float) -> Files:
-    """Returns the changes made by a patch in a fresh session, and closes the session.
+    """Opens a fresh session, applies a patch to its repository, closes the session, and returns the changes: path →
+    file, None for a removed file.
 
     Raises:
         UserError: The patch does not apply.
         UnfitError: The changed files cannot be read.
-        InfrastructureFault: The patch takes longer than `seconds`.
+        InfrastructureFault: The patch takes longer than `seconds`, or the session cannot be opened.
     """
     name = f".skyrl-{secrets.token_hex(8)}.patch"
     with _opened(session, seconds):

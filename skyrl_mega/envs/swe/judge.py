@@ -65,7 +65,8 @@ class Judge:
         return Examiner(read_task(self.task), self.test, self.names, self.options, self.session)
 
     def ignores(self, path: str) -> bool:
-        """Returns True for a path whose changes are not judged, because the file is the task's own."""
+        """Returns True for a path whose changes are not judged, because the file is the task's own. Raises UserError if
+        the task's `task.json` is malformed."""
         return self._examiner.protects(path)
 
     def verdict(self, changes: Files, deadline: float) -> TestVerdict:

@@ -95,10 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_tasks(args: argparse.Namespace, folder: Path) -> None:
-    """Writes a task below `folder` for every row that can be judged; prints the number and reasons of the other rows.
+    """Writes a task below `folder` for every row that can be judged; prints the number and reasons of the other rows to
+    standard error.
 
     Raises:
-        UserError: The rows cannot be read or have an unknown form, or a file was changed since an earlier call.
+        UserError: The rows cannot be read or have an unknown form, no row can be judged, `--image-format` or
+            `--swebench-python` is wrong, or a file was changed since an earlier call.
     """
     rows = list(_rows_of(args))
     if not rows:
@@ -139,7 +141,11 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes files below a folder; a file with other content is refused.
+    """Writes files below a folder, and creates missing folders; a file with other content is refused.
+
+    Args:
+        folder: The folder.
+        files: Path below the folder → text.
 
     Raises:
         UserError: A file exists with other content.
@@ -265,7 +271,7 @@ def _name(row: Mapping[str, Any], is_r2e: bool) -> str:
 
 
 def changed_paths(patch: str) -> list[str]:
-    """Returns the paths that a patch in git's format changes or creates."""
+    """Returns the paths that a patch in git's format changes or creates, without removed files and paths with `..`."""
     return [path for path in re.findall(r"^\+\+\+ b/(.+?)\t?$", patch, re.MULTILINE) if ".." not in path.split("/")]
 
 

@@ -123,6 +123,7 @@ class LocalSession:
         Sockets, pipes and empty folders are left out. Ignores `timeout_s`.
 
         Raises:
+            RuntimeError: The session is not open.
             UnfitError: The files cannot be read, or exceed the disk limit.
         """
         changed: dict[str, File | None] = {}
@@ -143,13 +144,15 @@ class LocalSession:
         return {**dict.fromkeys(originals), **changed}
 
     def write(self, files: Files, timeout_s: float) -> None:
-        """Writes files after all removals, so a name can change from a folder to a file.
+        """Writes files after all removals, so a name can change from a folder to a file. Follows no links: a link or a
+        file in the place of a parent folder is removed.
 
         Args:
             files: Path → file; None removes the file.
             timeout_s: Unused.
 
         Raises:
+            RuntimeError: The session is not open.
             UnfitError: The files cannot be written.
         """
         folder = self.folder
@@ -164,7 +167,7 @@ class LocalSession:
             raise UnfitError(f"files cannot be written: {error.strerror}") from error
 
     def close(self, timeout_s: float) -> None:
-        """Removes the copy of the repository; may be called again."""
+        """Removes the copy of the repository; may be called again, and before `open`. Ignores `timeout_s`."""
         if self.workspace is not None:
             self.workspace.close()
             self.workspace = None
@@ -185,8 +188,15 @@ class LocalSession:
 
 
 def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yields (path below `top`, full path, status) of every file and link in the folders, by default `top` and all
-    folders below."""
+    """Yields (path below `top`, full path, status) of every file and link, in no particular order; follows no links.
+
+    Args:
+        top: The top folder.
+        folders: Paths of the folders to list; None for `top` and all folders below.
+
+    Raises:
+        OSError: A folder cannot be listed.
+    """
     for folder in folders or (path for path, _, _ in os.walk(top)):
         with os.scandir(folder) as scan:
             for entry in scan:

@@ -47,6 +47,9 @@ class Sessions:
         Args:
             task: Folder of the task.
             tracked: True if the changes will be read. A tracked session of a container does not contain hidden files.
+
+        Raises:
+            UserError: The task's `task.json` is malformed, or an option of the session is wrong.
         """
         if self._class is not None:
             return self._class(task, self._given)
@@ -102,7 +105,11 @@ def container_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def check_session(options: Mapping[str, Any]) -> None:
-    """Raises UserError for an unknown kind of session, and for wrong options of the session."""
+    """Raises UserError for an unknown kind of session, and for unknown or wrong options of the session.
+
+    Args:
+        options: `environment.options.swe`, with defaults filled in. Options of a user's own class are not checked.
+    """
     if options["session"] in RUNTIMES:
         make_pool(options["session"], container_options(options)[1], BOX)
     elif session_class(options["session"]) is LocalSession:
@@ -110,7 +117,12 @@ def check_session(options: Mapping[str, Any]) -> None:
 
 
 def check_machine(options: Mapping[str, Any]) -> None:
-    """Raises UserError if this machine lacks the container runtime, or a confinement of local sessions."""
+    """Raises UserError if the container runtime does not work on this machine, or this machine lacks a confinement of
+    local sessions. Checks nothing for a user's own class.
+
+    Args:
+        options: `environment.options.swe`, with defaults filled in.
+    """
     if options["session"] in RUNTIMES:
         make_pool(options["session"], container_options(options)[1], BOX).check(BOX)
     elif session_class(options["session"]) is LocalSession:
@@ -143,7 +155,15 @@ def try_container(options: Mapping[str, Any]) -> None:
 
 
 def wrong_task(task: Task, options: Mapping[str, Any]) -> str | None:
-    """Returns the reason why a task cannot run in a session of the options; None if it can."""
+    """Returns the reason why a task cannot run in a session of the options (no image, or no `repo/`); None if it can.
+
+    Args:
+        task: The task.
+        options: `environment.options.swe`, with defaults filled in.
+
+    Raises:
+        UserError: There is no such kind of session.
+    """
     kind, image = options["session"], task.image or options["session_options"].get("image")
     if kind in RUNTIMES:
         return None if image else f"it names no image; name one in task.json or in {BOX}.image"

@@ -73,20 +73,25 @@ print(json.dumps([spec and [spec["test_cmd"], spec.get("eval_commands", [])] for
 
 
 def report_of(repo: str) -> str:
-    """Returns the format of the test output of a repository."""
+    """Returns the format of the test output of a repository: `django`, `sympy`, or `pytest` for all others.
+
+    Args:
+        repo: Owner and name, such as `django/django`.
+    """
     return OWN_REPORTS.get(repo, "pytest")
 
 
 def commands_of(form: str, rows: Sequence[Mapping[str, Any]], python: str | None) -> list[str | None]:
-    """Returns the test command of each row; None if none is known.
+    """Returns the shell command of the tests for each row; None if none is known.
 
     Args:
-        form: Form of the rows.
+        form: Form of the rows: `swe-bench`, `swe-gym`, `swe-rebench` or `r2e`.
         rows: Published rows.
-        python: Interpreter with the package `swebench` 4; None for commands by the repository.
+        python: Interpreter with the package `swebench` 4, called for `swe-bench` and `swe-gym`; None for commands by
+            the repository.
 
     Raises:
-        UserError: The interpreter has no such package.
+        UserError: The interpreter cannot be started, lacks the package, or is late (`LONGEST_S`).
     """
     if form == "r2e":
         return ["bash run_tests.sh"] * len(rows)

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def valid_tasks(tasks: list[Task], args: argparse.Namespace) -> list[Task]:
-    """Returns the tasks that pass the validation; prints a line for each task as soon as it is done.
+    """Runs the tests of each task, and returns the tasks whose tests fail without work and pass with `solution.patch`,
+    or lack this patch. Prints a line for each task to standard error as soon as it is done.
 
     A task that cannot be checked because of a fault of this machine is tried again after all others.
 

@@ -71,9 +71,10 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     The databases are read while the rows are iterated, so the errors of a database may come only then.
 
     Raises:
-        UserError: The training rows are fewer than `--shots`, the source is wrong, a file in `<output>/database` is
-            no generated database, or a database has a write-ahead log.
+        UserError: The training rows are fewer than `--shots`, the source is wrong, a file in `<output>/database` is no
+            generated database, or a database has a write-ahead log.
         OSError: A file of the source is no database.
+        InfrastructureFault: The sandbox for the query of an example (`--shots`) cannot start.
     """
     if args.source is None:
         folder = args.output / "database"

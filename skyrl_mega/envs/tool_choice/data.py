@@ -33,10 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows, in the order of the file.
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, in the order of the file: the last `--test` lines are
+    the test rows. Without test rows, `test.parquet` is left out.
 
     Raises:
-        UserError: The file has no more lines than held-out rows; while rows are read, a line has another form.
+        UserError: The file cannot be read, or has no more lines than held-out rows; while rows are read, a line has
+            another form.
     """
     count = sum(1 for _ in read_lines(args.source))
     if count <= args.test:

@@ -61,7 +61,8 @@ class ToolChoiceEnv(ToolEnv):
         return super().wrong_row(row, options)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the calls of the turn, and ends the trajectory."""
+        """Judges the calls of the turn, and ends the trajectory: reward 1 for the calls of the ground truth, else 0. An
+        expected message needs a text and no call."""
         self.turns += 1
         message = self.parse(action, self.turns)
         if self.expected:
@@ -91,10 +92,9 @@ def matched(expected: Sequence[Mapping[str, Any]], given: Sequence[ToolCall], si
 
 
 def equal(expected: Any, given: Any, similarity: float) -> bool:
-    """Returns True if two values of arguments are equal: objects with the same keys and lists of the same length if
-    all values are equal; numbers up to `CLOSE`; texts of several words if the share of common words is at least
-    `similarity`; other values if type and value are the same.
-    """
+    """Returns True if two values of arguments are equal: objects with the same keys and lists of the same length if all
+    values are equal; two floats up to a difference of `CLOSE`; texts of several words if the share of common words is
+    at least `similarity`; other values if type and value are the same, so 1 differs from 1.0."""
     if isinstance(expected, dict) and isinstance(given, dict):
         return expected.keys() == given.keys() and all(equal(expected[key], given[key], similarity) for key in expected)
     if isinstance(expected, list) and isinstance(given, list):

@@ -25,10 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows: tasks in the environment's own order, independent of
-    `args.seed`. The test rows are the environment's evaluation data, or the tasks after the training rows.
+    `args.seed`. The test rows are the environment's evaluation data, or the tasks after the training rows. A file
+    without tasks is left out. Loads the environment in a process of its own, unconfined.
 
     Raises:
-        UserError: The environment cannot be loaded, or has no tasks.
+        UserError: The environment cannot be loaded, or an option is wrong.
     """
     given = {"env": args.env, "args": args.args} | ({"python": args.python} if args.python else {})
     options = filled(verifiers.KEY, given, verifiers.VerifiersEnv.OPTIONS)

@@ -103,6 +103,7 @@ class VerifiersEnv(AgentEnv):
         Raises:
             UserError: The environment cannot be loaded or used, a variable is not set, or the machine lacks a
                 confinement.
+            InfrastructureFault: The sandbox does not start.
         """
         program = _program(options, "check")
         if program.box.confined:
@@ -148,6 +149,13 @@ class VerifiersEnv(AgentEnv):
     def run(self, endpoint: AgentEndpoint, prompt: list[Message]) -> BaseTextEnvStepOutput:
         """Plays the row's task; the environment's rewards and metrics become figures of the trajectory.
 
+        Args:
+            endpoint: Address and key of the policy.
+            prompt: Unused: the row's task is the environment's own record.
+
+        Returns:
+            The environment's reward; no observations, `done` True, and in `metadata` figures and the reason of the end.
+
         Raises:
             VerifiersStopped: The environment's agent ended with an error, as after a refused request.
             VerifiersFailed: The environment or its process failed, or took longer than `timeout_s` + `scoring_s`.
@@ -171,7 +179,13 @@ class VerifiersEnv(AgentEnv):
 
 
 def failure(env: str, problem: Mapping[str, Any]) -> RuntimeError:
-    """Returns the exception for the runner's failure (`runner.failure`) in an environment of a name."""
+    """Returns, and does not raise, the exception for a failure reported by the runner: InfrastructureFault for a
+    service below the environment, VerifiersStopped for the agent alone, else VerifiersFailed.
+
+    Args:
+        env: Name of the environment, for the text.
+        problem: `kind`, `text` and `infrastructure`, from `runner.failure`.
+    """
     text = f"{env}: {problem['kind']}: {problem['text']}"
     if problem["infrastructure"]:
         return InfrastructureFault(text)
@@ -179,18 +193,20 @@ def failure(env: str, problem: Mapping[str, Any]) -> RuntimeError:
 
 
 def tasks(options: Mapping[str, Any], train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-    """Returns `train` and `test` → tasks of an environment, as `prompt`, messages for people, and `task`, the
-    record of the environment. Loads the environment in an unconfined process: many download their data.
+    """Returns `train` and `test` → tasks of an environment, as `prompt`, messages for people, and `task`, the record of
+    the environment. Loads the environment in an unconfined process: many download their data.
 
     The test tasks are the environment's evaluation data, or the tasks after the training tasks. An environment with
     fewer tasks gives fewer. The time limit is `LOADING_S`.
 
     Args:
         options: Options of the environment, with defaults filled in.
-        train, test: Most tasks of each.
+        train: Maximum number of training tasks.
+        test: Maximum number of test tasks.
 
     Raises:
-        UserError: The environment cannot be loaded, or has no tasks.
+        UserError: The environment cannot be loaded in time, or has no training data; or `env`, the interpreter or a
+            variable is missing.
     """
     program = _program({**options, "confined": False}, "tasks")
     order = _order({**options, "confined": True}, 1) | {"train": train, "test": test}
@@ -211,7 +227,12 @@ def tasks(options: Mapping[str, Any], train: int, test: int) -> dict[str, list[d
 
 
 def refuse_failure(result: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises UserError if the runner reports a failure."""
+    """Raises UserError if the result of the runner has an `error`; does nothing for other results.
+
+    Args:
+        result: Result of the runner.
+        options: Options of the environment, for the message.
+    """
     if "error" not in result:
         return
     problem = result["error"]

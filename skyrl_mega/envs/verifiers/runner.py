@@ -74,7 +74,8 @@ class Classic:
         return importlib.import_module("verifiers.types")
 
     def tasks(self, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns `train` and `test` → records, with the environment's evaluation data, if any, as tests."""
+        """Returns `train` and `test` → records with `prompt` and `task`; the tests are the environment's evaluation
+        data, if any, else the records after the training records. Raises Unfit without training data."""
         env = self.env
         if env.dataset is None and getattr(env, "dataset_source", None) is None:
             raise Unfit("it has no training data")
@@ -87,7 +88,14 @@ class Classic:
         return [{"prompt": messages(row.get("prompt")), "task": dict(row)} for row in dataset]
 
     async def play(self, order: Mapping[str, Any], url: str, model: str) -> dict[str, Any]:
-        """Plays a task and returns the result."""
+        """Plays a task and returns the result: `reward`, `metrics` (name → number) and `notes`; after an error of the
+        environment the result of `failure`, with `notes`.
+
+        Args:
+            order: The order, with `task`, `timeout_s` and `max_turns`.
+            url: Address of the policy, without a path.
+            model: Model name for requests.
+        """
         turns = getattr(self.env, "max_turns", None)
         if isinstance(turns, int):
             self.env.max_turns = min(turns, order["max_turns"]) if turns > 0 else order["max_turns"]
@@ -156,7 +164,7 @@ class TaskSet:
                 )
 
     def tasks(self, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns `train` and `test` → records: the first tasks, and the next tasks."""
+        """Returns `train` and `test` → records with `prompt` and `task`: the first tasks, and the next tasks."""
         tasks = list(itertools.islice(iter(self.env.taskset), train + test))
         return split(
             [self._record(task.data.model_dump(mode="json", exclude_none=True)) for task in tasks], train, test
@@ -168,7 +176,14 @@ class TaskSet:
         return {"prompt": [*first, *messages(data.get("prompt"))], "task": data}
 
     async def play(self, order: Mapping[str, Any], url: str, model: str) -> dict[str, Any]:
-        """Plays a task and returns the result: the mean of all trained agents, with every reward and metric."""
+        """Plays a task and returns the result: `reward`, the mean of all trained agents, `metrics` with every reward
+        and metric, and `notes`; after an error the result of `failure`.
+
+        Args:
+            order: The order, with `task`.
+            url: Address of the policy, without a path.
+            model: Model name for requests.
+        """
         vf = self.vf
         task = self.task_type(self.task_type.data_type().model_validate(order["task"]), self.env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var=KEY)
@@ -202,7 +217,8 @@ class TaskSet:
 
 
 def load(order: Mapping[str, Any]) -> Classic | TaskSet:
-    """Returns the environment of an order, by the kind of its package."""
+    """Imports and returns the environment of an order, by the kind of its package. Raises Unfit if the environment
+    cannot be used here, and ImportError if a package is missing."""
     name = _plain_name(order["env"]).replace("-", "_")
     try:
         module = importlib.import_module(name)
@@ -216,7 +232,8 @@ def load(order: Mapping[str, Any]) -> Classic | TaskSet:
 
 
 def use_own_interpreter() -> None:
-    """Runs the scripts of verifiers' agents with this interpreter, if all packages of the script are installed.
+    """Changes verifiers in this process: scripts of its agents run with this interpreter, if all packages of the script
+    are installed.
 
     Otherwise verifiers calls `uv`, which downloads the packages of the script into each new home folder.
     """
@@ -286,7 +303,8 @@ def mean(values: Iterable[float]) -> float:
 
 
 def means(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Returns name → mean over the mappings with this name."""
+    """Returns name → mean over the mappings with a value for this name; None is no value, and a name without any has
+    mean 0."""
     names = sorted({name for given in figures for name in given})
     return {name: mean(v for given in figures if (v := given.get(name)) is not None) for name in names}
 
@@ -311,7 +329,13 @@ def _version() -> str:
 
 
 def answer(command: str, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of a command; an error of the environment is a result too."""
+    """Returns the result of a command; an error of the environment is a result too (`failure`). Changes the environment
+    variables of this process: `play` takes the policy's away, and `OWN` is removed from the environment's own.
+
+    Args:
+        command: `check`, `tasks` or `play`.
+        order: The order.
+    """
     url, key, model = (os.environ.get(name, "") for name in ("ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "MODEL_NAME"))
     for name in POLICY if command == "play" else ():
         os.environ.pop(name, None)
@@ -332,7 +356,8 @@ def answer(command: str, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads the order, and prints the result of the command `sys.argv[1]`."""
+    """Reads the order from the file in `SKYRL_TASK`, which is deleted, or from standard input, and prints the result of
+    the command `sys.argv[1]` as a line of JSON. Other output of this process goes to standard error."""
     sys.path = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     result = os.dup(1)
     os.dup2(2, 1)
