@@ -25,11 +25,12 @@ def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tenso
 
     Returns:
         float64 [T] for the policy's own tokens, as in `TokenInputs`. 0 if all G_t are equal, thus also if no other
-            trajectory is as long; if all W_t are 0, so no trajectory could have moved the policy yet; and for unknown
-            tokens (`TokenInputs.known_T`).
+        trajectory is as long; if all W_t are 0, so no trajectory could have moved the policy yet; and for unknown
+        tokens (`TokenInputs.known_T`).
 
     Raises:
         ValueError: `old_T` or `squares_T` is missing.
+        UserError: The tokens (`token_inputs`) are missing.
     """
     token = inputs.token
     if token.old_T is None or token.squares_T is None:

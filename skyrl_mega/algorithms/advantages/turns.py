@@ -30,6 +30,9 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 
     Returns:
         float64 [T]; 0 for all tokens if all G_t are equal.
+
+    Raises:
+        UserError: The tokens (`token_inputs`) are missing.
     """
     return whitened(inputs.token.returns(algorithm.gamma))
 
@@ -46,7 +49,10 @@ def grpo_turns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
     Returns:
         float64 [T]. 0 if all R are equal, and if the group's trajectories have equal rewards answer by answer: there is
-            nothing to compare.
+        nothing to compare.
+
+    Raises:
+        UserError: The tokens (`token_inputs`) are missing.
     """
     token = inputs.token
     begins_T = torch.ones(len(token.turn_T), dtype=torch.bool)

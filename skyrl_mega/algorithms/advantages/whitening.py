@@ -48,6 +48,7 @@ def apply_whitening(values_M: Tensor, inputs: AdvantageInputs, how: str, *, toke
 
     Raises:
         ValueError: With group or batch and a value per trajectory, `inputs.tokens_N` is missing.
+        UserError: With group or batch and a value per token, `inputs.token_inputs` is missing.
     """
     if how == "none":
         return values_M
