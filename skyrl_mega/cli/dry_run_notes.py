@@ -49,7 +49,7 @@ def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: floa
     nothing.
 
     Args:
-        config: The settings.
+        config: The settings, checked, and with `policy.micro_tokens` decided.
         decoder: The model.
         parallel: The policy's grid.
         signal: Share of groups with a signal, for dynamic sampling.

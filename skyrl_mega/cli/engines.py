@@ -22,13 +22,14 @@ WAIT_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Runs the command, and prints the engines or the run's answer.
 
     Args:
         arguments: The arguments; None takes those of this process.
 
     Returns:
-        The exit code: 0 done, 2 invalid input or refused by the run, with a line on standard error.
+        The exit code: 0 done, 2 invalid input or refused by the run, with a line on standard error; 1 after a disk
+        fault.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _run(argv))

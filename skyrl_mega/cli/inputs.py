@@ -325,7 +325,19 @@ def data_files(config: Config) -> list[str]:
 
 
 def check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:
-    """Checks every row of the prompt and demonstration files."""
+    """Checks every row of the prompt and demonstration files, and that the prompts suffice for a step. Demonstrations
+    are read only with `warmup.steps`.
+
+    Args:
+        config: The settings.
+        say: Called with messages about rows whose reward no answer can earn.
+        missing_ok: True to leave out absent files; the number of prompts is then checked only if no file of
+            `data.train` is absent.
+
+    Raises:
+        UserError: A file, column or row is wrong, no answer can earn the reward of too many rows, a step needs more
+            prompts than all epochs have, or no row uses `environment.reward_function`.
+    """
 
     def present(files: list[str]) -> list[str]:
         return [file for file in files if not missing_ok or Path(file).exists()]

@@ -39,6 +39,9 @@ def checkpoint_of(config: Config) -> Path | None:
     """Returns the newest intact checkpoint of the run, from which it resumes.
 
     Returns None without a checkpoint, or if `checkpoint.resume` is false. A missing folder is no error.
+
+    Raises:
+        UserError: A checkpoint was written by an earlier version, whose files are not read any more.
     """
     if not config.checkpoint.resume:
         return None

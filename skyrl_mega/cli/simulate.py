@@ -114,7 +114,7 @@ class Simulator:
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
         """Simulates a mode in each split that can run it; returns a row for each, in the order of `splits`; [] if none
-        can.
+        can. Raises errors as `row` does.
 
         Args:
             config: The given settings.
@@ -182,7 +182,8 @@ def _with_engines(
 
 def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:
     """Simulates all splits in the first mode of `EXPLORED` that can run in any split; empty if no mode can. Rows keep
-    the order of `splits`."""
+    the order of `splits`. Raises UserError if `cluster.rates_file` is wrong; errors of `simulator.before` pass
+    through."""
     return next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)), [])
 
 

@@ -57,7 +57,7 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
     """Returns the trajectories of a dry run: as the options and `environment.times` describe them, else assumed.
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         parallel: The policy's grid.
         args: The options of the command line; None without options.
 
@@ -134,7 +134,7 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     `environment.times` the share `cluster.rates.length_share` of `rollout.max_turns`.
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         args: Options `--tokens`, `--environment`, `--turns` and `--like`.
 
     Raises:
