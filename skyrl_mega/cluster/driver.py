@@ -25,6 +25,9 @@ def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> No
     Args:
         resume_hint: Message for the user after the command was ended by a signal, or the driver died.
         on_cleared: Called by the supervisor at the end, when no process of the driver is left.
+
+    Raises:
+        OSError: The system allows no further process, or refuses a setting of the process (prctl).
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set SIG_IGN, which would hide the driver's end
     # Block signals before anything else, so that none is lost. The supervisor gets SIGTTOU when it changes the
