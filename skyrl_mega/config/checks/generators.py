@@ -10,8 +10,8 @@ from skyrl_mega.config.schema.fields import Refusals
 
 @raising
 def check_generator(c: Config) -> Refusals:
-    """Raises a UserError for a generator with `run.deterministic`, `environment.processes`, or limited environments
-    (slots or containers), which hold for independent trajectories only. Does nothing without a generator."""
+    """Raises a UserError for a generator with `run.deterministic`, or with a limited number of environments (slots or
+    containers): both suit independent trajectories only. Does nothing without a generator."""
     if c.rollout.generator is None:
         return
     name = f"rollout.generator={c.rollout.generator}"

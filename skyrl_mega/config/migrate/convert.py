@@ -514,7 +514,7 @@ def context(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
     `here`.
 
     Raises:
-        Dropped: The size is 1.
+        Dropped: The size is at most 1, no number, or not allowed.
     """
     if _numeric(value) <= 1:
         raise Dropped("1 is no cut")

@@ -29,7 +29,7 @@ def read(path: Path) -> tuple[list[Given], str]:
     and the data sets. The docstring is empty if it shows no options. The script is parsed, not run.
 
     Raises:
-        UserError: The file is no Python, or has neither settings nor an example command.
+        UserError: The file cannot be read, is no Python, or has neither settings nor an example command.
     """
     try:
         tree = ast.parse(script_text(path))

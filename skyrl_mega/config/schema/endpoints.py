@@ -71,12 +71,15 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def entries(endpoints: Sequence[Mapping[str, Any]]) -> list[EndpointConfig]:
-    """Returns the entries of `rollout.endpoints`, which `refusals` accepted."""
+    """Returns the entries of `rollout.endpoints`. Call only for entries without `refusals`: raises TypeError for an
+    unknown or a missing key."""
     return [EndpointConfig(**entry) for entry in endpoints]
 
 
 def refusals(endpoints: Sequence[Mapping[str, Any]]) -> Refusals:
-    """Yields refusals of entries: unknown keys, values of other types, invalid addresses and ways of weights."""
+    """Yields refusals of entries: unknown keys, values of other types or out of range, unusable addresses and ways of
+    weights, sampling parameters that the run sets, and an address listed twice. Nothing follows an entry with an
+    unknown key, a wrong type or no address."""
     known = [entry_field.name for entry_field in fields(EndpointConfig)]
     for number, entry in enumerate(endpoints):
         key = f"{KEY}.{number}"

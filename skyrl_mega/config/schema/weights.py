@@ -26,7 +26,8 @@ class FilesConfig:
     engine's workers."""
 
     def refusals(self) -> Refusals:
-        """Yields refused settings."""
+        """Yields a refusal of a `folder` that other processes cannot read (`memory://`), or that fsspec cannot write to
+        (`http`)."""
         if self.folder.startswith(IN_ONE_PROCESS):
             yield "weights.files.folder", "only one process can read memory://", "give a shared folder or s3://…"
         if self.folder.startswith(READ_ONLY):
