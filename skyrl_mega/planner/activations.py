@@ -71,16 +71,16 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Estimates the peak activation memory of a policy rank in bytes, for all micro-batches in flight. Cached.
+    """Estimates the peak activation memory of a policy rank in bytes, for all micro-batches in flight. Cached. Raises
+    ValueError if the model's layers cannot be divided over the pipeline stages.
 
     Args:
-        decoder, parallel, row: The model, the grid of ranks, and the longest micro-batch.
-        pp: Pipeline stage of the rank, from 0.
+        decoder, parallel: The model, and the grid of ranks.
+        pp, row: Pipeline stage of the rank, from 0, and the longest micro-batch.
         itemsize: Bytes of an activation element.
         recompute: `policy.recompute`; selective and moe only for Transformer Engine's layers.
         logit_chunk: Tokens with logits in memory at once; None with the fused head.
-        offload_layers: `policy.offload_layers`.
-        token_bytes: Bytes per token of a packed micro-batch.
+        offload_layers, token_bytes: `policy.offload_layers`, and bytes per token of a packed micro-batch.
         spec, fused: Implementation of the layers, and active subset of `policy.fusions`.
     """
     kinds = _kinds(decoder, parallel, pp)
@@ -179,7 +179,7 @@ def kept_layer(
     fused: frozenset[str],
 ) -> float:
     """Estimates the mean bytes kept of a layer for the backward pass on a rank of stage `pp`, over the stage's layers
-    and for one micro-batch.
+    and for one micro-batch. Raises ValueError if the model's layers cannot be divided over the pipeline stages.
 
     Args:
         decoder, parallel: See `layer`.

@@ -67,7 +67,11 @@ class StepSizes:
 def batch(config: Config, parallel: ParallelDims) -> StepSizes:
     """Estimates the sizes of an RL step for sequences of equal length: the share `cluster.rates.length_share` of the
     longest sequence that the settings allow. `parallel` is the policy's grid. `most` and `row` count sequences at the
-    limits."""
+    limits.
+
+    Raises:
+        ValueError: `policy.micro_tokens` is null; `planner.micro_tokens` decides the number.
+    """
     data, share = config.data, config.cluster.rates.length_share
     prompts, samples = data.prompts_per_step, data.samples_per_prompt
     mini = data.mini_batch_prompts or prompts

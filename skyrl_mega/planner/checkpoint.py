@@ -42,6 +42,9 @@ def checkpoint_bytes(
         freeze_router: True if routers are not trained.
         overlap: True if communication overlaps with compute, which cuts buffers into buckets.
         moments: Bytes of Adam's two moments per element.
+
+    Raises:
+        ValueError: `rank` is not in the grid, or the layers cannot be divided over the pipeline stages.
     """
     at, total = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp

@@ -142,6 +142,9 @@ def several_nodes(config: Config, decoder: Decoder, nodes: int, workers: int | N
 
     Returns:
         The engines that can hold the model and a sequence of maximum length; [] if none can.
+
+    Raises:
+        UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     node = engine_cluster(config).gpus_per_node
     return _choices(config, decoder, workers or nodes * node, [(nodes * node, 1), (node, nodes)])

@@ -57,14 +57,14 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
     checked (`cli.layout_checks.check_layouts`).
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         hf: The model's config.json.
         strict: True to raise already if the plain estimates are too large; False subtracts the share `MARGIN`, by which
             an estimate may be too high.
 
     Raises:
         UserError: The run does not fit; one line with key, value and the exceeded limit. Only the first problem is
-            raised; `problems` lists all.
+            raised; `problems` lists all. Or the model's family is unknown, or the files of drafts cannot be used.
     """
     if not on_cpu(config):
         check_nodes(config)
@@ -76,24 +76,31 @@ def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserEr
     """Returns, without raising it, the error for the first GPU or host with too little memory; None if everything fits.
 
     Args:
-        config: The settings, with checked layouts.
+        config: The settings, with checked layouts and `policy.micro_tokens` decided.
         decoder: The model.
         strict: True to compare the plain estimates; False subtracts the share `MARGIN`, by which an estimate may be too
             high.
+
+    Raises:
+        UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     return next(_problems(config, decoder, *parallel_of(config), strict), None)
 
 
 def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[UserError]:
     """Returns an error for each kind of GPU and for the host if their memory is too small; empty if everything fits.
+    Raises none of these errors.
 
     A kind of GPU is a pipeline stage of policy, reference or critic, an engine worker, or a shared GPU. On CPUs only
     the host counts.
 
     Args:
-        config: The settings, with checked layouts.
+        config: The settings, with checked layouts and `policy.micro_tokens` decided.
         decoder: The model.
         strict: See `problem`.
+
+    Raises:
+        UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     return [*_problems(config, decoder, *parallel_of(config), strict)]
 
@@ -175,10 +182,13 @@ def host_problem(
     null.
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         decoder: The model.
         parallel: The policy's grid.
         reference: Grid of a reference with a separate layout; None without such a reference.
+
+    Raises:
+        UserError: On a CPU, the files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     available = config.cluster.host_memory_gib
     if available is None:

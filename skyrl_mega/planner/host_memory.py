@@ -95,12 +95,16 @@ def host_memory(
     """Estimates the bytes of host memory needed by a run on a node, by kind.
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         decoder: The model.
         parallel: The policy's grid.
         reference: Grid of a reference with a separate layout; None without such a reference.
         node: Ranks and engine workers of the node.
         first: True for the driver's node.
+
+    Raises:
+        UserError: A critic's layout does not fit its ranks, or on a CPU the files of a draft model or head
+            (`rollout.drafts`) cannot be used.
     """
     cpu = on_cpu(config)
     streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
@@ -180,7 +184,8 @@ def _rank_memories(
 
 def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> int:
     """Returns the bytes of pinned host memory for the reference weights of policy rank `rank`, a rank of the layout
-    `parallel`; 0 without a KL term, and for a reference with a separate layout."""
+    `parallel`; 0 without a KL term, and for a reference with a separate layout. Raises ValueError if the layout has no
+    such rank."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
     pp = parallel.coordinates(rank).pp
@@ -193,7 +198,8 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; [] on CPUs, and
     if `cluster.numa_nodes` or `cluster.host_memory_gib` is null.
 
-    Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n.
+    Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n. Raises UserError if a critic's layout
+    does not fit its ranks.
     """
     cluster = config.cluster
     if cluster.numa_nodes is None or cluster.host_memory_gib is None or on_cpu(config):
@@ -239,6 +245,9 @@ def shares(config: Config, decoder: Decoder, parallel: ParallelDims, placed: Seq
         decoder: The model with the policy's head.
         parallel: The policy's grid.
         placed: All nodes of the run (`placement.nodes`).
+
+    Raises:
+        UserError: A critic's layout does not fit its ranks.
     """
     if not config.checkpoint.every:
         return Shares(0, 0)

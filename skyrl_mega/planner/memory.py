@@ -94,7 +94,8 @@ def overlapped(config: Config) -> bool:
 
 def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Estimates the GPU memory (on a CPU the host memory) of policy rank `rank` by kind. `parallel` is the policy's
-    grid, and `rank` counts in it from 0."""
+    grid, and `rank` counts in it from 0. Raises ValueError if the grid has no such rank, its stages cannot divide the
+    layers, or `policy.micro_tokens` is not decided."""
     size = itemsize(config)
     state, pp = policy_state(config, decoder, parallel, rank), parallel.coordinates(rank).pp
     activation_bytes = _activations(config, decoder, parallel, pp)
@@ -118,7 +119,8 @@ def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
 
 def policy_state(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> ModelState:
     """Returns the bytes of weights, gradients and optimizer state of policy rank `rank`. A streamed optimizer is
-    counted as if all its state were on the device."""
+    counted as if all its state were on the device. Raises ValueError if the grid `parallel` has no such rank, or its
+    stages cannot divide the layers."""
     return _model_state(
         decoder,
         parallel,
@@ -148,7 +150,7 @@ def _streamed_bytes(state: ModelState, activation_bytes: Activations, master: in
 
 def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Estimates the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes.
-    `parallel` is the reference's grid."""
+    `parallel` is the reference's grid. Raises ValueError as `policy_memory`."""
     coords = parallel.coordinates(rank)
     forward = replace(_activations(config, decoder, parallel, coords.pp), train=0, train_logits=0, host=0)
     weights = _elements(stage(decoder, parallel, coords.pp)) * itemsize(config)
@@ -175,6 +177,7 @@ def critic_dims(config: Config) -> ParallelDims | None:
 
 def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Estimates the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
+    Raises ValueError as `policy_memory`.
 
     Args:
         config: The settings.

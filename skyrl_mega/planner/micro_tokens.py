@@ -40,6 +40,9 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
     Args:
         config: The settings, with checked layouts.
         hf: The model's config.json.
+
+    Raises:
+        UserError: For null, the model's family is unknown, or the files of drafts (`rollout.drafts`) cannot be used.
     """
     if config.policy.micro_tokens is not None:
         return config
@@ -56,13 +59,14 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
     missing. A number given in the settings stays, and no file is read or written.
 
     Args:
-        config: The settings.
+        config: The settings, with checked layouts.
         hf: The model's config.json.
         folder: The run's folder.
         resumes: True if the run resumes from a checkpoint.
 
     Raises:
-        UserError: The file of a resumed run cannot be read, or its number is no candidate.
+        UserError: The file of a resumed run cannot be read, or its number is no candidate. Or as in
+            `with_micro_tokens`.
         OSError: The file cannot be written.
     """
     if config.policy.micro_tokens is not None:

@@ -39,7 +39,7 @@ def streaming_rate(config: Config) -> float:
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
     """Returns the bytes copied between GPU and host memory in a step, the sum of both directions: by the busiest policy
     rank, plus by the busiest critic rank, because the critic moves afterwards. Without the copies of a streamed
-    optimizer. 0 if `residency.keep` is null."""
+    optimizer. 0 if `residency.keep` is null. Raises UserError if a critic's layout does not fit its ranks."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -57,8 +57,8 @@ def _critic_moving(config: Config, decoder: Decoder) -> int:
 
 
 def residency_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Estimates the seconds per step spent on copies of parts between GPU and host memory: `moved_bytes` /
-    `host_rate`."""
+    """Estimates the seconds per step spent on copies of parts between GPU and host memory: `moved_bytes` / `host_rate`.
+    Raises UserError if a critic's layout does not fit its ranks."""
     return moved_bytes(config, decoder, parallel) / host_rate(config)
 
 
@@ -78,7 +78,7 @@ def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) 
     """Returns the offloads from GPUs that no other process uses: [] or one entry. [] also if `residency.keep` is null.
 
     If policy and engines share no GPU: one entry for all owners with offloaded parts, critic included. Otherwise one
-    for the critic, whose GPUs are always its own.
+    for the critic, whose GPUs are always its own. Raises UserError if a critic's layout does not fit its ranks.
     """
     keep = config.residency.keep
     if keep is None:

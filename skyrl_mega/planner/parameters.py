@@ -61,10 +61,8 @@ class Parameters:
 @lru_cache(maxsize=4096)
 def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
     """Returns the parameters of each model chunk of a rank on pipeline stage `pp` (from 0): one chunk, or one per
-    virtual stage.
-
-    Ranks with equal `pp` hold tensors of the same shapes.
-    """
+    virtual stage. Ranks with equal `pp` hold tensors of the same shapes. Raises ValueError if the stages cannot divide
+    the layers."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     chunks = []
     for chunk in range(parallel.virtual_pipeline):
@@ -85,7 +83,8 @@ def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters
 
 
 def layers(decoder: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
-    """Returns global index of a layer → number of its elements on a rank, for the layers of pipeline stage `pp`."""
+    """Returns global index of a layer → number of its elements on a rank, for the layers of pipeline stage `pp`. Raises
+    ValueError if the stages cannot divide the layers."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     own_layers = (
         i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(decoder.layers, pp, chunk)

@@ -128,10 +128,14 @@ class Planned:
         """Estimates the seconds of a run, with `USUAL_STEPS` steps if the number of steps is unknown.
 
         Args:
-            config: The settings.
+            config: The settings, with `policy.micro_tokens` decided.
             trajectories: Lengths and environments.
             is_assumed: True if the lengths are assumed from the limits; `evaluation.max_tokens` then changes the
                 lengths of an evaluation.
+
+        Raises:
+            UserError: The estimator of advantages or the files of drafts cannot be used, or a critic's layout does not
+                fit its ranks.
         """
         steps = USUAL_STEPS if self.counts.steps is None else self.counts.steps
         rate = config.cluster.rates.disk_gb_s * 1e9

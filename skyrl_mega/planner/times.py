@@ -105,11 +105,11 @@ def step_time(
     sync: float | None = None,
     trajectories: Trajectories | None = None,
 ) -> StepTime:
-    """Estimates the seconds of an RL step by phase. Raises UserError if a critic's layout does not fit its ranks, or
-    the files of a draft model or head (`rollout.drafts`) cannot be used.
+    """Estimates the seconds of an RL step by phase. Raises UserError if the estimator of advantages or the files of
+    drafts cannot be used, or a critic's layout does not fit its ranks.
 
     Args:
-        config: The settings.
+        config: The settings, with `policy.micro_tokens` decided.
         decoder: The model.
         parallel: The policy's grid.
         sync: Seconds of the planned weight sync; None takes the time of copying the model once into a node.
@@ -137,7 +137,7 @@ def step_time(
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Estimates the seconds of a step apart from generation and residency transfers: policy, critic and weight sync,
-    with lengths from `cluster.rates.length_share`."""
+    with lengths from `cluster.rates.length_share`. Raises UserError as `step_time`."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
@@ -153,7 +153,8 @@ def _single_copy_time(config: Config, decoder: Decoder) -> float:
 
 
 def critic_time(config: Config, decoder: Decoder) -> float:
-    """Estimates the seconds of a critic's values and optimizer steps in a step; 0 without a critic."""
+    """Estimates the seconds of a critic's values and optimizer steps in a step; 0 without a critic. Raises UserError if
+    the critic's layout does not fit its ranks."""
     parallel, view = critic_dims(config), critic_view(config)
     if parallel is None:
         return 0.0
@@ -163,7 +164,8 @@ def critic_time(config: Config, decoder: Decoder) -> float:
 
 def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
     """Estimates the seconds of engines until all trajectories of a step are complete, with lengths from
-    `cluster.rates.length_share`, and environments that take no time."""
+    `cluster.rates.length_share`, and environments that take no time. Raises UserError if the files of drafts are
+    unusable."""
     return rollout_times(config, decoder, sizes, of_batch(config, sizes))[0]
 
 
@@ -291,7 +293,7 @@ def mean_concurrency(config: Config, memory: EngineMemory, sizes: StepSizes) -> 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
     """Estimates the policy's seconds in a step: (all optimizer steps, all log-prob passes, a reference's included; 0 if
-    the settings need none)."""
+    the settings need none). Raises UserError if the estimator of advantages cannot be found."""
     size = itemsize(config)
     train, forward = _pass_times(config, decoder, parallel, sizes)
     train *= sizes.epochs
