@@ -57,7 +57,8 @@ AGENT_FIGURE = "/of/agent_"
 
 @dataclass
 class Phase:
-    """A running phase of a run, such as `generate`, with its progress."""
+    """A running phase of a run, such as `generate`, with its progress. Methods raise OSError if the run's log cannot be
+    written."""
 
     name: str
     total: int | None
@@ -90,7 +91,8 @@ class Phase:
 
 
 class Console:
-    """Reports the progress of a run to the user. A context manager.
+    """Reports the progress of a run to the user. A context manager. Every method that writes to the log or to
+    `events.jsonl` raises OSError if the file cannot be written.
 
     Args:
         out: Output stream; standard output by default.
@@ -175,8 +177,7 @@ class Console:
         self._write_log(instead)
 
     def note(self, text: str) -> None:
-        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`). Raises
-        OSError if a file cannot be written."""
+        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`)."""
         self._write_log(hidden(text))
         self.record(text)
 
@@ -192,7 +193,7 @@ class Console:
         """Appends an `Event` to `events.jsonl` and the JSON output, if these are open; prints no line.
 
         Does nothing for text other than an `Event`. A `step` event goes only to `events.jsonl`: `step` writes the
-        metrics of the step to the JSON output. Raises OSError if `events.jsonl` cannot be written.
+        metrics of the step to the JSON output.
         """
         if not isinstance(text, Event):
             return

@@ -52,6 +52,7 @@ class Stage:
 
 class Stages:
     """The stages of a start. Groups of actors may be in different stages at the same time, in threads of their own.
+    Raises OSError if the log or `events.jsonl` of the console cannot be written.
 
     Args:
         console: Prints and records the stages; None keeps the stages silent.
