@@ -73,6 +73,7 @@ async def ask_again(
         NoAnswer: The attempts or the time are used up.
         Malformed: The reply exceeds MOST_BYTES, or uses another encoding.
         httpx.DecodingError: The reply's compressed bytes are broken.
+        httpx.InvalidURL: `url` is no address.
     """
     end, pause, attempts = time.monotonic() + retries.total_s, retries.first_pause_s, 0
     while True:

@@ -51,8 +51,9 @@ class Demonstration:
 def load_prompts(
     files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train", limit: int | None = None
 ) -> list[Prompt]:
-    """Returns the prompts of the files, in order, after checking every row. A row whose reward no answer can earn is
-    kept; only too many (`truths.MOST_WRONG`) are an error.
+    """Returns the prompts of the files, in order, after checking every row, and after checking that this machine can
+    run the rows' environments (`check_ready`). A row whose reward no answer can earn is kept; only too many
+    (`truths.MOST_WRONG`) are an error.
 
     Args:
         files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
@@ -61,8 +62,8 @@ def load_prompts(
         limit: Maximum number of rows per file; later rows keep their uids.
 
     Raises:
-        UserError: A file, column or row is wrong (with the allowed values), or no answer can earn the reward of too
-            many rows.
+        UserError: A file, column or row is wrong (with the allowed values), an environment cannot run here, or no
+            answer can earn the reward of too many rows.
     """
     prompts, offset, wrong = [], 0, WrongRows(key)
     for file in files:
@@ -84,7 +85,8 @@ def check_files(
     key: str = "data.train",
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Checks every row without building prompts, and reports rows whose reward no answer can earn.
+    """Checks every row without building prompts, checks that this machine can run the rows' environments
+    (`check_ready`), and reports rows whose reward no answer can earn.
 
     Args:
         files: Parquet files.
@@ -96,7 +98,8 @@ def check_files(
         The number of rows.
 
     Raises:
-        UserError: A file, column or row is wrong, or no answer can earn the reward of too many rows.
+        UserError: A file, column or row is wrong, an environment cannot run here, or no answer can earn the reward of
+            too many rows.
     """
     wrong = WrongRows(key)
     count = sum(len(rows) for file in files for _, _, rows in _checked_batches(file, config, wrong))

@@ -50,6 +50,9 @@ class WrongRows:
             file: File of the rows.
             first: Number of the first of `rows` in the file, counted from 0.
             config: Names and options of environments.
+
+        Raises:
+            UserError: An environment is unknown or cannot be imported, or has an invalid option.
         """
         checks = {name: registry.row_check(name, config) for name in set(names)}
         self.rows += len(rows)
@@ -93,7 +96,7 @@ def judged_rows(
         config: Names of environments.
 
     Raises:
-        UserError: A ground truth is missing or malformed.
+        UserError: A ground truth is missing or malformed, or an environment is unknown or cannot be imported.
     """
     kinds = {name: registry.resolve(name, config) for name in set(names)}
     judged = {name for name, kind in kinds.items() if getattr(kind, "requires_ground_truth", True)}

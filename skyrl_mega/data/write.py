@@ -25,15 +25,17 @@ _SHA256 = b"skyrl_mega.sha256"
 
 
 def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
-    """Writes rows to a temporary neighbour of `file` and renames it at the end; returns the number of rows.
+    """Writes rows to a temporary neighbour of `file` and renames it at the end; returns the number of rows. Creates
+    missing folders.
 
     The first row decides the columns: other keys of later rows are left out, missing keys become null. The first row
     group (`ROWS_AT_ONCE`, `BYTES_AT_ONCE`) decides the types. Without rows the file has no columns. On an error nothing
     is left behind and an older file stays unchanged.
 
     Raises:
-        UserError: An existing `file` was not written by `write_rows` or was changed since; or a number is too large
-            for parquet.
+        UserError: An existing `file` was not written by `write_rows` or was changed since; or a number is too large for
+            parquet.
+        OSError: The file cannot be written.
         pyarrow.ArrowException: A value does not have the type of its column.
     """
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,8 @@ class ExportWorker:
             _write(opened.fileno(), data, offset + row * prod(shape[1:]) * dtype.itemsize)
 
     def copy(self, index: int) -> int:
-        """Writes file `index` of `job.copied` with the tensors from the model directory; returns the tensors' bytes."""
+        """Writes file `index` of `job.copied` with the tensors from the model directory; returns the tensors' bytes.
+        Raises OSError if a file cannot be read or written."""
         name, tensors = list(self.job.copied.items())[index]
         write_copy(tensors, self.folder / name)
         return sum(entry.nbytes for entry in tensors.values())
@@ -137,6 +138,8 @@ class ExportWorker:
 
         Raises:
             ExportMismatch: The files differ; names the tensor.
+            Damaged: A file of the checkpoint is too short.
+            OSError: A file cannot be read.
         """
         for slab in self.job.batches[index].slabs:
             if slab.tensor not in self.job.fp8.matrices:
@@ -156,6 +159,8 @@ class ExportWorker:
 
         Raises:
             ExportMismatch: The files differ; names the written file.
+            UserError: The written file is missing, cut off, or not in safetensors format.
+            OSError: A file of the model directory cannot be read.
         """
         name, tensors = list(self.job.copied.items())[index]
         if not is_copy(tensors, self.folder / name):
@@ -163,7 +168,7 @@ class ExportWorker:
         return 0
 
     def flush(self, index: int) -> int:
-        """Flushes file `index` of `job.files` to the disk; returns 0."""
+        """Flushes file `index` of `job.files` to the disk; returns 0. Raises OSError if the disk fails."""
         path = self.folder / self.job.files[index].name
         with writing(path), open(path, "rb") as opened:
             os.fsync(opened.fileno())

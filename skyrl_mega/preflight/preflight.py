@@ -50,7 +50,7 @@ class ClusterNode:
     """Labels in Ray."""
 
     def apart(self, config: Config) -> bool:
-        """Returns True if the node belongs to the pool `cluster.pools.engines`."""
+        """Returns True if the node belongs to the pool `cluster.pools.engines`; False without a pool."""
         pool = config.cluster.pools.engines
         if pool is None:
             return False
@@ -71,6 +71,7 @@ def before_run(config: Config, path: Path, folder: Path, console: Console) -> No
     Raises:
         ClusterError: A node is unfit, or nodes are missing. Names all unfit nodes and a cause; the report is written.
         UserError: The model's config.json is missing here or of an unsupported type.
+        OSError: The report cannot be written.
     """
     wanted = config.cluster.preflight
     if wanted == "never" or (wanted == "auto" and config.cluster.device != "cuda"):

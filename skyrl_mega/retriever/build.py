@@ -61,6 +61,7 @@ def build(
 
     Raises:
         UserError: The corpus or the model is invalid, or `output` holds something else.
+        OSError: `output` cannot be written.
     """
     if not corpus.is_file():
         raise UserError("no such file", key="--corpus", value=corpus)

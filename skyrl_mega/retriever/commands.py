@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         UserError: An option, a file or an address is invalid, or a service does not answer a query.
+        OSError: A file cannot be written: the index, or the ready file.
     """
     args = parser().parse_args(list(arguments))
     if args.command == "build":
@@ -59,6 +60,7 @@ def build_index(arguments: Sequence[str], output: Path, say: Callable[[str], Non
 
     Raises:
         UserError: An option, the corpus or the model is invalid, or `output` holds something else.
+        OSError: `output` cannot be written.
     """
     args = parser().parse_args(["build", *arguments, "--output", str(output)])
     return _build(args, say)

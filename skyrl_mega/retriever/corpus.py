@@ -39,7 +39,7 @@ def read_passages(file: Path) -> Iterator[Passage]:
 
 
 def fingerprint(file: Path) -> str:
-    """Returns 32 hexadecimal digits, a hash of the file's content."""
+    """Returns 32 hexadecimal digits, a hash of the file's content. Raises OSError if the file cannot be read."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

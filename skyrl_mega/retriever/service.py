@@ -130,8 +130,9 @@ class Service:
         return JSONResponse({**state, "waiting": waiting}, 200 if ready else 503, headers)
 
     async def retrieve(self, question: SearchRequest) -> dict[str, Any]:
-        """Waits for the results of a request's queries and returns `{"result": …}`, with a list of passages for each
-        query.
+        """Waits for the results of a request's queries and returns `{"result": …}`, with a list of passages, best
+        first, for each query. A passage has `id` and `contents`; with `return_scores` an object with `document` and
+        `score` takes its place.
 
         Raises:
             HTTPException: 422 for an unknown method, 413 for too many queries or passages, 503 while the index is read
@@ -210,7 +211,8 @@ def _unavailable(why: str) -> HTTPException:
 
 
 def serve(service: Service, host: str, port: int, ready_file: Path | None = None, with_stdin: bool = False) -> None:
-    """Serves until SIGTERM or SIGINT, then answers the accepted requests, for at most 10 seconds, and returns.
+    """Serves until SIGTERM or SIGINT, then answers the accepted requests, for at most 10 seconds, and returns. Prints
+    the address at the start and when the index is loaded.
 
     Must be called in the main thread: replaces its handlers of these signals.
 

@@ -51,6 +51,7 @@ def running_service(
 
     Raises:
         UserError: The index cannot be built or served.
+        OSError: The index or the log cannot be written.
     """
     retriever = config.retriever
     if retriever.url or not retriever.index:
@@ -144,7 +145,8 @@ class RetrieverProcess:
         return url
 
     def stop(self) -> None:
-        """Ends the service: it answers accepted requests first, and is killed after 15 seconds."""
+        """Ends the service: it answers accepted requests first, and is killed after 15 seconds. Also ends the thread of
+        restarts; does nothing before `start`."""
         self._ending.set()
         if self._watch.is_alive():
             self._watch.join()

@@ -44,6 +44,9 @@ class Rates:
             model: The policy's model.
             parallel: The policy's layout.
             length: Mean tokens and turns of a trajectory.
+
+        Raises:
+            UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
         """
         scaled = with_lengths(config, parallel, length.total)
         step_batch, memory = replace(batch(scaled, parallel), generated=length.written), engine_memory(scaled, model)

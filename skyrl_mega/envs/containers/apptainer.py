@@ -90,6 +90,7 @@ class Apptainer:
         Raises:
             UserError: The client is missing or fails, a folder cannot be written to, or limits need a session of
                 systemd.
+            InfrastructureFault: The client cannot be started.
         """
         if shutil.which(self.client[0]) is None:
             raise UserError(

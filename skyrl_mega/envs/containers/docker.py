@@ -85,8 +85,12 @@ class CommandLineRuntime:
     def check(self, key: str) -> None:
         """Checks that the client exists and that podman, or docker's daemon, answers.
 
+        Args:
+            key: Setting that contains the options, for errors.
+
         Raises:
             UserError: The client is missing, does not answer, or cannot limit the resources of containers here.
+            InfrastructureFault: The client cannot be started.
         """
         if shutil.which(self.client.words[0]) is None:
             raise UserError(

@@ -94,6 +94,7 @@ class Kubectl:
         Raises:
             UserError: The client is missing, the cluster does not answer, a right is missing, or the network policy
                 cannot be created.
+            InfrastructureFault: The client cannot be started.
         """
         if shutil.which(self.client[0]) is None:
             raise UserError(

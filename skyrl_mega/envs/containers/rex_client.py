@@ -88,6 +88,7 @@ class RexClient:
 
         Raises:
             CommandRefused: The file cannot be written.
+            CommandLate: The server reports that the writing took too long.
             InfrastructureFault: The server is gone, fails, or does not answer in `timeout_s` seconds.
         """
         self._post("/write_file", {"path": path, "content": content}, timeout_s)

@@ -81,6 +81,7 @@ class HarnessEnv(AgentEnv):
         Raises:
             UserError: `command` or `reward` is missing, the program does not exist, a variable is not set, or the
                 machine lacks a confinement or the runtime.
+            InfrastructureFault: The sandbox, or the client of the containers, does not start.
         """
         judge = _judge(options)
         judge.cls.check_ready(judge.options)
@@ -98,7 +99,8 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns the reason for refusing a row, such as the judge's or a missing image; None for an accepted row."""
+        """Returns the reason for refusing a row, such as the judge's or a missing image; None for an accepted row, and
+        without `reward`. Raises UserError if the judge cannot be imported, or one of its options is wrong."""
         if options["reward"] is None:
             return None
         if options["container"] is not None and places.image_of(options, row) is None:
@@ -110,7 +112,8 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns the longest duration of the judging in seconds, under the judge's own limits; 0 without `reward`."""
+        """Returns the longest duration of the judging in seconds, under the judge's own limits; 0 without `reward`.
+        Raises UserError if the judge cannot be imported, or one of its options is wrong."""
         if options["reward"] is None:
             return 0.0
         judge = _judge(options)

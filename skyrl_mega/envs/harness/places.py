@@ -91,6 +91,7 @@ class ProgramFolder:
 
         Raises:
             InfrastructureFault: The program cannot be started, or was ended as described in `Program.run`.
+            UserError: The machine lacks a required confinement.
             RuntimeError: The place is not open.
         """
         return self.program.within(endpoint.seconds).run(endpoint, self._opened(), texts)
@@ -323,6 +324,7 @@ def check_ready(options: Mapping[str, Any], judge: AnswerJudge) -> None:
     Raises:
         UserError: `command` is missing, the program or a script does not exist, a variable is not set, or the machine
             lacks a confinement or the runtime.
+        InfrastructureFault: The sandbox, or the client of the containers, does not start.
     """
     if not in_container(options):
         program = _sandbox_program(options)

@@ -35,7 +35,8 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox."""
+        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox, and
+        InfrastructureFault if the sandbox does not start."""
         Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
@@ -61,6 +62,7 @@ class LcbEnv(BaseTextEnv):
 
         Raises:
             InfrastructureFault: The sandbox cannot start a program.
+            UserError: The machine lacks a required confinement.
         """
         code = code_of(action)
         tests = self.cases[: self.options["max_tests"] or None]

@@ -42,7 +42,8 @@ class PythonToolEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox."""
+        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox, and
+        InfrastructureFault if the sandbox does not start."""
         Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
@@ -52,12 +53,14 @@ class PythonToolEnv(BaseTextEnv):
         return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs the program in `<python>`, or judges the text in `<answer>`; the first of the two tags counts.
+        """Runs the program in `<python>` and returns its output, or judges the text in `<answer>`; the first of the two
+        tags counts. A turn with neither gets an explanation.
 
         The reward of the right answer is 1. Any other end, also by `max_turns`, gets 0. The last turn runs no program.
 
         Raises:
             InfrastructureFault: The sandbox cannot start the program.
+            UserError: The machine lacks a required confinement.
         """
         self.turns += 1
         tag = first_tag(action, "python", "answer")

@@ -120,6 +120,7 @@ class SweEnv(BaseTextEnv):
 
         Raises:
             UserError: The folder is missing, the runtime does not work, or the machine lacks a confinement.
+            InfrastructureFault: The sandbox, or the client of the containers, does not start.
         """
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
             raise UserError(

@@ -106,12 +106,13 @@ class LocalSession:
         _copy(self.repo, self.folder)
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Runs `sh -c command` in the sandbox, in the copy of the repository; after `timeout_s` seconds the command
-        ends with the status `timeout`.
+        """Runs `sh -c command` in the sandbox, in the copy of the repository, and returns status, exit code and output;
+        after `timeout_s` seconds the command ends with the status `timeout`.
 
         Raises:
             RuntimeError: The session is not open.
             InfrastructureFault: The sandbox cannot start the command.
+            UserError: The machine lacks a required confinement.
         """
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)

@@ -117,11 +117,15 @@ def check_session(options: Mapping[str, Any]) -> None:
 
 
 def check_machine(options: Mapping[str, Any]) -> None:
-    """Raises UserError if the container runtime does not work on this machine, or this machine lacks a confinement of
-    local sessions. Checks nothing for a user's own class.
+    """Checks the container runtime, or the confinement of local sessions, on this machine. Checks nothing for a user's
+    own class.
 
     Args:
         options: `environment.options.swe`, with defaults filled in.
+
+    Raises:
+        UserError: The runtime does not work here, or the machine lacks a confinement.
+        InfrastructureFault: The sandbox, or the client of the containers, does not start.
     """
     if options["session"] in RUNTIMES:
         make_pool(options["session"], container_options(options)[1], BOX).check(BOX)

@@ -70,6 +70,7 @@ class Text2SqlEnv(BaseTextEnv):
 
         Raises:
             UserError: The folder is missing, or the machine lacks a confinement.
+            InfrastructureFault: The sandbox does not start.
         """
         if options["db_path"] is None or not Path(options["db_path"]).is_dir():
             raise UserError(

@@ -37,8 +37,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     the test rows. Without test rows, `test.parquet` is left out.
 
     Raises:
-        UserError: The file cannot be read, or has no more lines than held-out rows; while rows are read, a line has
+        UserError: The file has no more lines than held-out rows, or a line is too long; while rows are read, a line has
             another form.
+        OSError: The file cannot be read.
     """
     count = sum(1 for _ in read_lines(args.source))
     if count <= args.test:
