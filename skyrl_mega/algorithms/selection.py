@@ -31,8 +31,8 @@ def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
-    """Returns (A - mean of A) (log π - mean of log π) over the tokens of the mini-batch: float64 [P], empty without
-    tokens (2505.22617, eq. 10)."""
+    """Returns (A - mean of A) (log π - mean of log π) over the tokens of the mini-batch (arXiv:2505.22617, equation
+    10): float64 [P], empty without tokens."""
     advantages_P, logprobs_P = advantages_P.double(), logprobs_P.double()
     return (advantages_P - advantages_P.mean()) * (logprobs_P - logprobs_P.mean())
 
