@@ -32,8 +32,7 @@ class Turns(NamedTuple):
         """Returns the nonempty answers of these trajectories.
 
         The reward of an empty answer goes to the answer before (or to the first), and the part of a trajectory's reward
-        given to no answer goes to the last. Without any nonempty answer the trajectory's
-        reward is left out.
+        given to no answer goes to the last. Without any nonempty answer the trajectory's reward is left out.
         """
         answers_by_trajectory = [_answers(t) for t in trajectories]
         answers = [answer for answers in answers_by_trajectory for answer in answers]
@@ -72,9 +71,9 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
 
 def rewards_by_name(played: Sequence[Trajectory], weights: Mapping[str, float]) -> dict[str, list[float]]:
     """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards. Each
-    list has a value per trajectory, in order; the names are sorted, before weights are applied.
+    list has a value per trajectory, in order, not multiplied by a weight; the names are sorted.
 
-    Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `UNNAMED`, if any
+    Reward without a name (an answer judged by a number alone, parts of an answer) is listed last, as `UNNAMED`, if any
     trajectory has such reward.
 
     Args:
