@@ -31,7 +31,7 @@ def prepare(config: Config, console: Console) -> Config:
 
     Raises:
         UserError: The device cannot be used, the model cannot be built, or the prepared data are invalid.
-        ClusterError: As for `with_device`.
+        ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
     """
     config = with_device(config)
     path = Path(config.model.path)

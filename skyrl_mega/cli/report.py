@@ -87,7 +87,8 @@ def run(argv: Sequence[str]) -> None:
         argv: The arguments after the subcommand.
 
     Raises:
-        UserError: A folder does not belong to a run, options contradict each other, or the file cannot be written.
+        UserError: A folder does not belong to a run or has a file that cannot be read, options contradict each other,
+            or the page cannot be written; with `--serve`, the address cannot be bound.
     """
     p = Parser(
         prog="python -m skyrl_mega.report run",
@@ -123,13 +124,14 @@ def run(argv: Sequence[str]) -> None:
 
 
 def timeline(argv: Sequence[str]) -> None:
-    """Prints the activity during some steps of a run, or writes a trace or an HTML page: the subcommand `timeline`.
+    """Prints the activity during some steps of a run: the subcommand `timeline`. With `--trace`, `--html` or both,
+    writes a trace, an HTML page or both, and prints only the paths.
 
     Args:
         argv: The arguments after the subcommand.
 
     Raises:
-        UserError: None of the steps has a timeline, or the file cannot be written.
+        UserError: `--step` is no range, none of the steps has a timeline, or a file cannot be read or written.
     """
     p = Parser(
         prog="python -m skyrl_mega.report timeline",

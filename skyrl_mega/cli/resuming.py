@@ -56,7 +56,7 @@ def changes(config: Config) -> list[str]:
 
     Raises:
         UserError: A changed setting is bound to the checkpoint, the checkpoint lacks a critic, or the stored settings
-            or the checkpoint's state.json cannot be read.
+            or the checkpoint's state.json cannot be read; or a checkpoint was written by an earlier version.
     """
     file = Path(config.run.directory) / config.run.name / "config.yaml"
     checkpoint = checkpoint_of(config)
@@ -122,7 +122,7 @@ def nothing_left(config: Config) -> str | None:
     that fewer prompts than a step needs are left in all epochs.
 
     Raises:
-        UserError: The checkpoint's state.json is invalid.
+        UserError: The checkpoint's state.json is invalid, or a checkpoint was written by an earlier version.
     """
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
