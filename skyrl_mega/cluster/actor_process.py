@@ -175,11 +175,11 @@ def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def hosted(cls: type) -> type:
-    """Returns a subclass of `cls` with a delayed constructor: the process is set up first, then `construct` initialises
-    `cls`.
+    """Returns a subclass of `cls` for an actor of Ray, with a delayed constructor: without arguments it only sets up
+    the process; the method `construct(identity, kwargs)` redirects the output and then runs the constructor of `cls`.
 
-    The rank can therefore depend on the node and GPU of the process. The subclass also has the methods `location` and
-    `free_port`.
+    The rank can therefore depend on the node and GPU of the process. The subclass also has the methods `location`,
+    which returns the process's `Location`, and `free_port`.
     """
 
     class Hosted(cls):

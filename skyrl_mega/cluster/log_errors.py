@@ -29,8 +29,8 @@ def with_cause(text: str, log: str | None) -> str:
 
 
 def last_error(log: Path) -> str | None:
-    """Returns the last error line in the last `TAIL` bytes of a log, ignoring lines with `POINTS`; None without an
-    error, and for a log unreadable on this node."""
+    """Returns the last error in the last `TAIL` bytes of a log, its class and text, at most `LONGEST` characters;
+    ignores lines with `POINTS`. None without an error, and for a log unreadable on this node."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL))
