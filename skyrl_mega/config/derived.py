@@ -30,13 +30,13 @@ trajectories wait for their environments."""
 
 
 def evaluation_concurrency(config: Config, endpoint: bool) -> int:
-    """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`, on an endpoint or on engines started for
-    the evaluation."""
+    """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`: `rollout.concurrency` on an endpoint,
+    `AHEAD` × `rollout.concurrency` × engines on engines started for the evaluation."""
     return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
 
 
 def engine_count(config: Config) -> int:
-    """Returns the number of engines with the servers of `rollout.endpoints`, at least 1."""
+    """Returns the number of the run's engines plus the servers of `rollout.endpoints`, at least 1."""
     return max(1, config.rollout.engines + len(config.rollout.endpoints))
 
 
@@ -307,7 +307,8 @@ DETERMINISTIC = "deterministic_mode"
 
 
 def policy_settings(config: Config) -> PolicyConfig:
-    """Returns `config.policy`, with Megatron's deterministic option added if `run.deterministic` is true."""
+    """Returns `config.policy`; if `run.deterministic` is true, a copy with Megatron's deterministic option switched on.
+    A value given for this option in `policy.options` stays."""
     if not config.run.deterministic:
         return config.policy
     return replace(config.policy, options={DETERMINISTIC: True, **config.policy.options})
@@ -318,7 +319,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def on_driver_node(environment: EnvironmentConfig) -> bool:
     """Returns True if rollout workers must run on the driver's node because the retrieval service listens only on
-    loopback."""
+    loopback: a service started by the run (`retriever.index`), or a `retriever.url` on loopback."""
     url = environment.retriever.url
     return urlsplit(url).hostname in LOOPBACK if url else environment.retriever.index is not None
 

@@ -45,8 +45,8 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
         words: The arguments of the command after the program.
 
     Raises:
-        UserError: No input is given, the file cannot be read, or no setting is found; or a Python script is given for
-            another program than TRL.
+        UserError: No input is given, the file cannot be read, or no setting is found; a value is not finite or too
+            large; or a Python script is given for another program than TRL.
     """
     reading = GivenSettings(program)
     arguments = [Argument(word) for word in words]
