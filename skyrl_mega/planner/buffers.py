@@ -130,8 +130,8 @@ def rank_state(
 
 
 def full_bucket(parallel: ParallelDims, pp: int, chunk: int) -> int | None:
-    """Returns the number of elements at which a bucket is full if communication overlaps; None for a buffer in a single
-    bucket: of every chunk but the first of the first stage.
+    """Returns the number of elements at which a bucket is full if communication overlaps. None for every chunk but the
+    first of the first stage: the buffer of such a chunk is a single bucket.
 
     Args:
         parallel: The grid of ranks.

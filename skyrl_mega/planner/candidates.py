@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 
 def changed(config: Config, change: Change) -> Config:
     """Returns new settings with the change applied, without checking values; unchanged groups remain the same objects.
-    `config` stays as it is. Raises TypeError for an unknown setting, and for a key below a group that is null."""
+    `config` stays as it is. Raises TypeError or AttributeError for an unknown setting, and for a key below a group that
+    is null."""
     for key, value in change:
         config = _replaced(config, key.split("."), value)
     return config
@@ -51,7 +52,7 @@ def differing(config: Config, change: Change) -> Change:
 
 
 def as_arguments(change: Change) -> str:
-    """Returns the change as command-line arguments, `key=value` separated by spaces."""
+    """Returns the change as command-line arguments, `key=value` separated by spaces; "" for no change."""
     return " ".join(f"{key}={_as_text(value)}" for key, value in change)
 
 

@@ -87,7 +87,8 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
 
 
 def note(config: Config, decided: Config, decoder: Decoder) -> str | None:
-    """Returns a sentence explaining the chosen number; None if the user gave a number.
+    """Returns a sentence explaining the chosen number; None if the user gave a number. Raises UserError as
+    `with_micro_tokens`.
 
     Args:
         config: The settings as given.

@@ -56,7 +56,8 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
     """Returns single settings and the bytes freed by each, for settings freeing at least `MIN_GAIN` and passing all
-    checks, including host memory; largest gain first. The settings may still not suffice. [] if nothing helps.
+    checks, including host memory; largest gain first. The settings may still not suffice. [] if nothing helps. Raises
+    UserError if the files of a draft model or head cannot be used.
 
     Args:
         config: The settings.

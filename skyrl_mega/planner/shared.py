@@ -162,8 +162,8 @@ def _smaller_keep(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[
 
 
 def describe_kinds(kinds: Mapping[str, int]) -> str:
-    """Returns the kinds of memory of at least a tenth of a GiB with their GiB, as text: `weights 12.3, kv_cache
-    40.0`."""
+    """Returns the kinds of memory of at least a tenth of a GiB with their GiB, as text: `weights 12.3, kv_cache 40.0`;
+    "" if there are none."""
     return ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items() if size >= GIB / 10)
 
 

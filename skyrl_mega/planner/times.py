@@ -94,7 +94,7 @@ def elements(decoder: Decoder) -> int:
 
 @lru_cache(maxsize=16)
 def wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
-    """Returns the bytes of a copy of the model on the wire."""
+    """Returns the bytes of the model's weights sent once, in type `dtype` or with `fp8` linear weights in FP8."""
     return copy_bytes(dtype, fp8, huggingface.tensors(decoder), decoder.float32_tensors)
 
 
@@ -173,7 +173,7 @@ def rollout_times(
     config: Config, decoder: Decoder, sizes: StepSizes, trajectories: Trajectories, prompts: Sequence[int] | None = None
 ) -> tuple[float, float]:
     """Estimates the seconds of engines until all trajectories of a step are complete, and the seconds added by
-    environments.
+    environments. Raises UserError if the files of drafts are unusable.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
     are generated all the time and no step waits for the longest response.
@@ -308,7 +308,7 @@ def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes
 
 def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> float:
     """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, relative to
-    the peak `cluster.rates.tflops` of all policy ranks."""
+    the peak `cluster.rates.tflops` of all policy ranks. Raises UserError as `policy_times`."""
     load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
