@@ -92,8 +92,8 @@ def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
         patience_s: Seconds to wait for a port in use.
 
     Raises:
-        UserError: The address is not of this machine, or the port is not allowed (both at once), or still in use after
-            `patience_s`.
+        UserError: The port is still in use after `patience_s`; or, raised without waiting, the address is not of this
+            machine or the port is not allowed.
     """
     end = time.monotonic() + patience_s
     while True:
