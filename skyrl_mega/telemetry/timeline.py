@@ -144,7 +144,7 @@ class Timeline:
 
         Args:
             other: Report of the time after the process's previous report.
-            process: Identifies the process, also None; reports of the same process are joined in time, not added.
+            process: Key of the process; None is a key too. Reports of the same process are joined in time, not added.
         """
         with self._lock:
             reports = self._others.setdefault(process, [])
