@@ -104,12 +104,12 @@ class Sequences:
         return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def answers(self) -> tuple[Tensor, int]:
-        """Returns the index of each token's answer, int64 [T], and the number of answers.
+        """Returns the index of each token's answer, int64 [T], counted from 0, and the number of answers.
 
         An answer is a run of tokens with nonzero weight (column `weights`) within one sequence; the environment's
         tokens separate two turns. Answers do not depend on the cut of a trajectory into sequences. With the column
-        `TRAJECTORY` all answers of a trajectory share one index. Tokens without weight have index 0. Without the column
-        `weights` there are no answers.
+        `TRAJECTORY` all answers of a trajectory share one index. Tokens without weight have index 0 too. Without the
+        column `weights` there are no answers.
         """
         if "weights" not in self:
             return torch.zeros(len(self.tokens), dtype=torch.int64), 0
