@@ -141,6 +141,7 @@ async def ask(
         TimeoutError: The reply was not complete within `timeout_s`.
         Malformed: The reply exceeds MOST_BYTES, or uses another encoding.
         httpx.HTTPError: The connection failed, or the reply is not HTTP.
+        httpx.InvalidURL: `url` is no address.
     """
     data = bytearray()
     accepted = {"Accept-Encoding": "gzip, deflate"}

@@ -62,7 +62,8 @@ def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any
     may follow the value.
 
     Raises:
-        Malformed: No value begins there, or `parse_json` would reject the value.
+        Malformed: No value begins there, the value has more than `most` characters, or `parse_json` would reject the
+            value.
     """
     start = WHITESPACE.match(text, start).end()  # type: ignore[union-attr] # always matches
     try:
@@ -78,8 +79,8 @@ def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any
 
 
 def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
-    """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers, in the value and in
-    all keys and entries of its mappings, lists and tuples. Values of other types pass. Returns None.
+    """Rejects nesting deeper than `deepest`, broken Unicode and, if `numbers`, non-finite or oversized numbers, in the
+    value and in all keys and entries of its mappings, lists and tuples. Values of other types pass. Returns None.
 
     Raises:
         Malformed: The value violates one of these rules.
@@ -143,7 +144,8 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Opens a regular file for reading; the caller closes the file. Never blocks on a FIFO without a writer.
+    """Opens a regular file for reading and returns it, unread, in binary mode; the caller closes the file. Never blocks
+    on a FIFO without a writer.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.

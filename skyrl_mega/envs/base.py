@@ -182,8 +182,8 @@ class BaseTextEnv:
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the policy's text of this turn, stop string included. A subclass must override this method; the
-        default raises NotImplementedError.
+        """Judges the policy's text of this turn (`action`), stop string included. A subclass must override this method;
+        the default raises NotImplementedError.
 
         Returns:
             The reward of this turn, the messages for the policy's next turn, and whether the trajectory ends.

@@ -60,6 +60,10 @@ def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
     environment, or `reward_function`; never an import path. User classes and functions take precedence over built-in
     classes. A class for SkyRL or a reward function is wrapped in an adapter class.
 
+    Args:
+        name: The name.
+        config: The settings `environment`.
+
     Raises:
         UserError: The name is unknown, the import fails (also if the user's code raises), or the object is no
             environment.
@@ -142,6 +146,10 @@ def needs_close(env: BaseTextEnv) -> bool:
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
     """Imports every registered class and every name in `used`, and checks all options, before any process starts.
 
+    Args:
+        config: The settings `environment`.
+        used: Names of further environments, such as those of rows.
+
     Raises:
         UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, an option
             does not exist or has an invalid value, or a reward function cannot be called.
@@ -175,7 +183,8 @@ def check_reward_function(config: EnvironmentConfig, used: Sequence[str]) -> Non
 
 
 def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Returns an environment's options, checked and completed with defaults. A class without `OPTIONS` accepts any.
+    """Returns the options of the environment `name`, checked and completed with defaults. A class without `OPTIONS`
+    accepts any.
 
     Raises:
         UserError: An option does not exist, a value is not allowed, or `resolve` raises it.
@@ -189,11 +198,12 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
 
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
-    """Checks an environment's options, and calls its `check_ready` to check this machine, before any process starts.
-    Of a class not derived from `BaseTextEnv`, only the import is checked.
+    """Checks the options of the environment `name`, and calls its `check_ready` to check this machine, before any
+    process starts. Of a class not derived from `BaseTextEnv`, only the import is checked.
 
     Raises:
         UserError: An option is invalid, the machine lacks a requirement, or `resolve` raises it.
+        Exception: The environment's `check_ready` raised it, such as InfrastructureFault.
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
@@ -201,10 +211,11 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
 
 
 def try_machine(name: str, config: EnvironmentConfig) -> None:
-    """Calls an environment's `try_machine`, if its class is derived from `BaseTextEnv`.
+    """Calls `try_machine` of the environment `name`, if its class is derived from `BaseTextEnv`.
 
     Raises:
         UserError: A trajectory could not start on this machine, an option is invalid, or `resolve` raises it.
+        Exception: The environment's `try_machine` raised it, such as InfrastructureFault.
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):

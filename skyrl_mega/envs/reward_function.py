@@ -90,10 +90,12 @@ class RewardFunctionEnv(BaseTextEnv):
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Calls the user's function on the answer and ends the trajectory; waits for the result of a coroutine.
+        """Calls the user's function on the answer `action` and ends the trajectory; waits for the result of a
+        coroutine.
 
-        The reward is, in verl's form, the number, or `score` of a dict, whose other entries become metadata; in TRL's
-        form the only number of the list, 0 for None.
+        Returns:
+            The reward, without messages: in verl's form the number, or `score` of a dict, whose other entries become
+            metadata; in TRL's form the only number of the list, 0 for None.
 
         Raises:
             BadOutput: The function returned no reward.

@@ -175,6 +175,11 @@ registry: dict[str, EnvSpec] = {}
 def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, Any] | None = None) -> None:
     """Adds an environment to `registry`, for `make`.
 
+    Args:
+        id: Name of the environment.
+        entry_point: Its class, or `package.module:Class`; imported by `make` only.
+        kwargs: Arguments of the class; None for none.
+
     Raises:
         RegistrationError: The name is taken.
     """
@@ -184,7 +189,7 @@ def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, A
 
 
 def deregister(id: str) -> None:
-    """Removes an environment from `registry`.
+    """Removes the environment `id` from `registry`.
 
     Raises:
         Error: The name is unknown.

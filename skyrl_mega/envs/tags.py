@@ -21,14 +21,15 @@ class Tag(NamedTuple):
 
 
 def first_tag(text: str, *names: str) -> Tag | None:
-    r"""Returns the closed pair of tags with the earliest opening tag among `names`: `<(a|b)>(.*?)</\1>`; None if there
-    is none."""
+    r"""Returns the closed pair of tags in a text with the earliest opening tag among `names`: `<(a|b)>(.*?)</\1>`; None
+    if there is none."""
     tags = [tag for name in names if (tag := next(all_tags(text, name), None))]
     return min(tags, key=lambda tag: tag.start, default=None)
 
 
 def all_tags(text: str, name: str) -> Iterator[Tag]:
-    """Yields the closed pairs of tags of a name in order; pairs do not nest, and an unclosed tag ends the search."""
+    """Yields the closed pairs of tags `name` in a text, in order; pairs do not nest, and an unclosed tag ends the
+    search."""
     opening, closing, at = f"<{name}>", f"</{name}>", 0
     while (start := text.find(opening, at)) >= 0:
         inner = start + len(opening)

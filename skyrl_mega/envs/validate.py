@@ -52,7 +52,8 @@ class StepOutput:
 
 
 def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
-    """Calls the environment's `init` and returns the validated first messages of the conversation.
+    """Calls the environment's `init` with the row's prompt, and returns the validated first messages of the
+    conversation, at least one.
 
     Raises:
         BadOutput: The output breaks the contract.

@@ -92,7 +92,7 @@ def digest(value: Any) -> str:
 
 
 def fingerprint(model: Path) -> str:
-    """Returns 16 hex digits that identify the content of a Hugging Face directory, whatever its path.
+    """Returns 16 hex digits that identify the content of the Hugging Face directory `model`, whatever its path.
 
     Of a weight file, `PLACES` blocks are read; files with a suffix in `WHOLE` are read whole, all others ignored.
 

@@ -91,7 +91,8 @@ def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0
 
 
 def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Returns the mean over the sets with this score, weighting sets equally.
+    """Returns the mean of the score `metric` over the sets with this score, weighting sets equally, with its standard
+    error.
 
     None if no set has the score, and if a set has no scores at all: the mean would cover other sets than the table.
     """
@@ -99,7 +100,8 @@ def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
 
 
 def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Returns the mean over all scored prompts, weighting sets by the number of these prompts.
+    """Returns the mean of the score `metric` over all scored prompts, weighting sets by the number of these prompts,
+    with its standard error.
 
     None if no set has the score, and if a set has no scores at all: the mean would cover other sets than the table.
     """

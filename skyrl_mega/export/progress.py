@@ -85,7 +85,7 @@ class Progress:
 
 
 def size(count: float) -> str:
-    """Returns a number of bytes as text with a decimal unit from B to GB; a GB is 10⁹ bytes."""
+    """Returns `count` bytes as text with a decimal unit from B to GB; a GB is 10⁹ bytes."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -81,8 +81,8 @@ def _seen(run: Path, token: str, name: str) -> bool:
 
 
 def remove(run: Path, token: str) -> None:
-    """Deletes the files written by `gather` on all nodes in the preflight `token`. Raises OSError if a file cannot be
-    deleted."""
+    """Deletes the files written by `gather` on all nodes into the folder `run` in the preflight `token`. Raises OSError
+    if a file cannot be deleted."""
     for file in run.glob(f".preflight-{token}.*"):
         file.unlink(missing_ok=True)
 

@@ -62,7 +62,8 @@ class Probe:
         return bounded(jobs, settings.timeout_s)
 
     def unseen(self, names: Sequence[str]) -> list[str]:
-        """Returns the nodes whose file in the run's folder is not visible on this node after 5 seconds."""
+        """Returns the nodes among `names` whose file in the run's folder is not visible on this node after 5 seconds;
+        [] if all are visible."""
         return paths.unseen(self.settings.run, self.settings.token, names)
 
     def start_listener(self) -> network.NodeAddress:
@@ -71,7 +72,11 @@ class Probe:
         return self._listener.endpoint
 
     def connect(self, endpoints: Mapping[str, network.NodeAddress]) -> dict[str, str]:
-        """Returns node → reason, for the nodes whose listener this node does not reach."""
+        """Returns node → reason, for the nodes whose listener this node does not reach; {} if it reaches all.
+
+        Args:
+            endpoints: Node → its listener.
+        """
         return network.connect(endpoints)
 
     def open_exchange(self) -> int:

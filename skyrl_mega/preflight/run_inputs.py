@@ -13,7 +13,7 @@ from skyrl_mega.models.published import how_to_get, hub_name
 
 
 def check_present(config: Config) -> None:
-    """Checks the existence of the models' folders and of the data files on this machine, without reading them.
+    """Checks the existence of the settings' models' folders and data files on this machine, without reading them.
     `model.path` may be missing with `model.build`, and data files with `data.prepare`.
 
     Raises:

@@ -125,8 +125,8 @@ class SearchClient:
 
 @lru_cache(maxsize=16)
 def shared_client(url: str, token: str | None, timeout_s: float) -> SearchClient:
-    """Returns the client of this process for these settings; creates the client at the first call. `token` is None for
-    a service without a token. `close` must not be called on a shared client.
+    """Returns the client of this process for these settings, as for `SearchClient`; creates the client at the first
+    call. `token` is None for a service without a token. `close` must not be called on a shared client.
 
     Environments, which are created all the time, share connections in this way.
     """

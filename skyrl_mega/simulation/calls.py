@@ -136,8 +136,9 @@ class HeldSlots:
         self._later: set[asyncio.Task[Any]] = set()
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits for a slot, runs a trajectory and returns it; the slot stays occupied afterwards (`Places.occupation`).
-        `start` has no effect. Raises KeyError if the trajectory lacks `OWN_SECONDS`.
+        """Waits for a slot, runs a sample of a prompt and returns its trajectory; the slot stays occupied afterwards
+        (`Places.occupation`). `name` is the sample's name for the player; `start` has no effect. Raises KeyError if the
+        trajectory lacks `OWN_SECONDS`.
 
         Waiting for calls does not lengthen the occupation: other slots wait, too.
         """

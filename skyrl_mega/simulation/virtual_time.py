@@ -45,8 +45,8 @@ class VirtualTime(asyncio.SelectorEventLoop):
         *args: *Given,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedules a callback at the tick nearest to `when`, in virtual seconds since the start. A callback later than
-        `longest_s` never runs."""
+        """Schedules a callback at the tick nearest to `when`, in virtual seconds since the start, and returns its
+        handle, by which the call can be cancelled. A callback later than `longest_s` never runs."""
         if when > self.longest_s:
             return asyncio.TimerHandle(when, callback, args, self, context)
         if self.tick_s:

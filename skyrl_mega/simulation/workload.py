@@ -232,8 +232,8 @@ Workload = Synthetic | Recorded
 
 
 def turns_of(steps: Sequence[TrajectoryStep]) -> list[Turn]:
-    """Returns a trajectory's answers as turns, without empty answers. [] if no answer has a token; tokens after the
-    last answer are not counted."""
+    """Returns the answers in a trajectory's steps as turns, without empty answers. [] if no answer has a token; tokens
+    after the last answer are not counted."""
     turns, read = [], 0
     for step in steps:
         if step.kind is Kind.RESPONSE:

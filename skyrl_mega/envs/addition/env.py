@@ -29,8 +29,8 @@ class AdditionEnv(BaseTextEnv):
         return wrong_spelling(truth) or ("it has space around it; allowed is the answer alone" if around else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the answer and ends the trajectory: reward 1 for the sum with its digits in reverse, else 0. No
-        messages for the policy; `metadata` is {"parsed_answer": the answer without surrounding white space}."""
+        """Judges the answer `action` and ends the trajectory: returns reward 1 for the sum with its digits in reverse,
+        else 0, without messages; `metadata` is {"parsed_answer": the answer without surrounding white space}."""
         answer = action.strip()
         return BaseTextEnvStepOutput(
             observations=[],

@@ -115,7 +115,7 @@ class Apptainer:
             )
 
     def pull(self, image: str, timeout_s: float) -> None:
-        """Pulls the image into a file of `folder`, and returns at once if the file exists.
+        """Pulls the image into a file of `folder` within `timeout_s` seconds, and returns at once if the file exists.
 
         Raises:
             UserError: There is no such image or file, or the image is not a .sif file and no `folder` is given.
@@ -133,7 +133,7 @@ class Apptainer:
 
         Raises:
             UserError: The image is not a .sif file and no `folder` is given.
-            InfrastructureFault: The instance, or the reaper of instances, does not start.
+            InfrastructureFault: The instance, or the reaper of instances, does not start in `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         names = f"{owner.PREFIX}-{owner.owner()}-"
@@ -173,7 +173,8 @@ class Apptainer:
         return self.command(["instance", "start", *words, *chosen["arguments"], str(file), name], timeout_s)
 
     def disk(self, name: str) -> str:
-        """Returns the path, below `scratch`, of the file with an instance's own files; used with `disk_mib` only."""
+        """Returns the path, below `scratch`, of the file with the own files of the instance `name`; used with
+        `disk_mib` only."""
         return f"{self.options['scratch']}/{name}.img"
 
     def _stop(self, name: str) -> str:
@@ -182,7 +183,8 @@ class Apptainer:
         return f'{shlex.join(self.client)} instance stop --signal=KILL --timeout=10 "{name}"{disk}'
 
     def stop_words(self, name: str) -> list[str]:
-        """Returns program and arguments of a command that kills an instance and removes its file of `disk_mib`."""
+        """Returns program and arguments of a command that kills the instance `name`, and removes the file `disk` of the
+        instance."""
         return ["sh", "-c", self._stop(name)]
 
     def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
@@ -245,11 +247,11 @@ class ApptainerContainer:
         return ran
 
     def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the instance except process 1. If the policy has replaced the shell, or leaves no
-        space for another process, processes stay until the instance's end.
+        """Kills all processes in the instance except process 1, within `timeout_s` seconds. If the policy has replaced
+        the shell, or leaves no space for another process, processes stay until the instance's end.
 
         Raises:
-            InfrastructureFault: The instance has ended.
+            InfrastructureFault: The instance has ended, or the client does not work.
         """
         ran = self.execute(["sh", "-c", KILL_ALL], timeout_s)
         if ran.status != "ok":

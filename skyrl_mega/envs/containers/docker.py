@@ -126,8 +126,8 @@ class CommandLineRuntime:
                 )
 
     def pull(self, image: str, timeout_s: float) -> None:
-        """Makes the image available: pulls a missing image, and then removes the least recently used pulled images
-        above `images_gib`. Returns at once if the image is on this machine.
+        """Makes the image available within `timeout_s` seconds: pulls a missing image, and then removes the least
+        recently used pulled images above `images_gib`. Returns at once if the image is on this machine.
 
         Raises:
             UserError: There is no such image, or the folder of notes on pulled images belongs to another user.
@@ -157,7 +157,8 @@ class CommandLineRuntime:
         raise InfrastructureFault(f"{self.PROGRAM} image inspect fails: {ran.last_line()}")
 
     def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
-        """Pulls an image from its registry, once, and returns status and output. A failed or late pull raises nothing.
+        """Pulls an image from its registry, once, and returns status and output. A failed pull raises nothing, nor does
+        a pull of more than `timeout_s` seconds.
 
         Raises:
             InfrastructureFault: The client cannot be started.
@@ -178,8 +179,8 @@ class CommandLineRuntime:
         fails.
 
         Raises:
-            InfrastructureFault: The container or its reaper does not start, or the image has no `sh`, `date` or
-                `sleep`.
+            InfrastructureFault: The container or its reaper does not start in `timeout_s` seconds, or the image has no
+                `sh`, `date` or `sleep`.
         """
         deadline = time.monotonic() + timeout_s
         self._guard()

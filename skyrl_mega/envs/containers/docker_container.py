@@ -147,8 +147,9 @@ class CommandLineContainer:
         return self._result_of_all or ran
 
     def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the container except process 1. If no program can be started in the container, because
-        its processes have reached the limit, the container is restarted with its files.
+        """Kills all processes in the container except process 1, within `timeout_s` seconds. If no program can be
+        started in the container, because its processes have reached the limit, the container is restarted with its
+        files.
 
         Root in the container can replace `sh`, and then keep processes until the container is removed.
 

@@ -72,7 +72,7 @@ def listing(container: Container, folder: str, timeout_s: float) -> dict[str, En
     """Returns path → entry of the files and links below a folder, without `.git` and compiled Python files.
 
     Raises:
-        LateError: The listing is late.
+        LateError: The listing takes longer than `timeout_s` seconds.
         UnfitError: The listing is too long or malformed, or `find` fails.
         InfrastructureFault: The container is lost.
     """
@@ -133,7 +133,7 @@ def write(container: Container, folder: str, files: Files, timeout_s: float) -> 
 
     Raises:
         UnfitError: A file is below another file, or a path is too long or outside of the folder.
-        InfrastructureFault: The container does not take the files in time, or is lost.
+        InfrastructureFault: The container does not take the files in `timeout_s` seconds, or is lost.
     """
     if not files:
         return
@@ -154,7 +154,7 @@ def write(container: Container, folder: str, files: Files, timeout_s: float) -> 
 
 
 def refuse_path(name: str) -> None:
-    """Raises UnfitError for a path that is absolute, or contains an empty part, `.`, `..` or NUL."""
+    """Raises UnfitError if the path `name` is absolute, or contains an empty part, `.`, `..` or NUL."""
     if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise UnfitError("a file has a path outside of the folder")
 

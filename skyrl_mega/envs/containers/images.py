@@ -59,7 +59,8 @@ class ImageStore(Protocol):
         """Returns id and size in bytes of an image on this machine; None without the image."""
 
     def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
-        """Pulls an image from its registry, once; returns status and output. A failed or late pull raises nothing."""
+        """Pulls an image from its registry, once; returns status and output. A failed pull raises nothing, nor does a
+        pull of more than `timeout_s` seconds."""
 
     def remove_image(self, image: str) -> bool:
         """Removes an image and returns True; returns False if a container uses the image, or the removal fails
@@ -105,7 +106,8 @@ def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: 
 
 
 def make_room(store: ImageStore, most_bytes: int) -> None:
-    """Removes images that we pulled, the least recently used first, until the rest takes at most `most_bytes`.
+    """Removes images of `store` that we pulled, the least recently used first, until the rest takes at most
+    `most_bytes`.
 
     Images in use, or used in the last `IDLE_S` seconds, stay; a line on standard error tells if the rest is too large.
     Layers shared by images count for each image.

@@ -205,7 +205,7 @@ class RemoteCall:
         return f"{self.folder}/part.{number:06d}"
 
     def reply(self, data: bytes) -> RemoteReply:
-        """Returns the reply printed by `words` or `packed`, read from the command's standard output.
+        """Returns the reply in `data`, the standard output of the command from `words` or `packed`.
 
         Raises:
             BrokenReply: The reply is incomplete, or of another form.

@@ -127,8 +127,8 @@ class Kubectl:
         """Does nothing: the node of a pod pulls the image."""
 
     def start(self, image: str, timeout_s: float) -> KubectlContainer:
-        """Creates a pod, waits until it is ready, including the time in which the cluster finds a node, and returns its
-        container. Deletes a pod that fails; logs a warning if the pod is late.
+        """Creates a pod for an image, waits until it is ready, including the time in which the cluster finds a node,
+        and returns its container. Deletes a pod that fails; logs a warning if the pod is late.
 
         Raises:
             InfrastructureFault: The pod cannot be created, does not become ready in `timeout_s` seconds, or the reaper
@@ -167,7 +167,7 @@ class Kubectl:
                 warned = True
 
     def pod(self, name: str) -> Any:
-        """Returns the state of a pod, as the parsed JSON of the cluster.
+        """Returns the state of the pod `name`, as the parsed JSON of the cluster.
 
         Raises:
             InfrastructureFault: There is no such pod, or the cluster does not answer.
@@ -255,8 +255,8 @@ class KubectlContainer:
         return reply.output(reply.stdout, reply.stderr)
 
     def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the container except process 1; sends nothing if the last `run` has killed them, or
-        the container has ended through the policy's fault.
+        """Kills all processes in the container except process 1, within `timeout_s` seconds; sends nothing if the last
+        `run` has killed them, or the container has ended through the policy's fault.
 
         Raises:
             InfrastructureFault: The container was ended from outside, or the client does not work.

@@ -82,7 +82,8 @@ def no_network() -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields with further fields; of two mappings the union, of other values the second."""
+    """Returns a copy of `fields` with the entries of `more`; where both have a mapping under a name, the two are merged
+    in the same way, else the value of `more` counts."""
     result = dict(fields)
     for name, value in more.items():
         present = result.get(name)
@@ -92,7 +93,11 @@ def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def waiting_reason(pod: Any) -> tuple[str, bool]:
-    """Returns the reason why a pod is not ready, and True if time does not change the reason."""
+    """Returns the reason why a pod is not ready, and True if time does not change the reason.
+
+    Args:
+        pod: State of the pod, as the parsed JSON of the cluster.
+    """
     status = _mapping(_mapping(pod).get("status"))
     phase, state = str(status.get("phase")), _mapping(_container(status).get("state"))
     waiting, ended = _mapping(state.get("waiting")), _mapping(state.get("terminated"))
@@ -109,8 +114,12 @@ def waiting_reason(pod: Any) -> tuple[str, bool]:
 
 
 def end_by_policy(pod: Any) -> str | None:
-    """Returns the reason why the processes in the container have ended the container; None if the container runs, or
-    was ended from outside."""
+    """Returns the reason why the processes in the container have ended the container, by too much memory or disk; None
+    if the container runs, or ended for any other reason.
+
+    Args:
+        pod: State of the pod, as the parsed JSON of the cluster.
+    """
     status = _mapping(_mapping(pod).get("status"))
     ended = _mapping(_mapping(_container(status).get("state")).get("terminated"))
     if ended.get("reason") == "OOMKilled":

@@ -37,14 +37,15 @@ AT_ONCE = 20
 
 
 def wait_for(owner: int) -> None:
-    """Waits, without a time limit, for the end of a process, or for end of file on standard input; returns at once if
-    the process has ended."""
+    """Waits, without a time limit, for the end of the process with the id `owner`, or for end of file on standard
+    input; returns at once if the process has ended."""
     with contextlib.suppress(ProcessLookupError):  # already gone
         select.select([0, os.pidfd_open(owner)], [], [])
 
 
 def output_of(argv: list[str], timeout_s: float = COMMAND_S) -> list[str] | None:
-    """Returns the words printed by a command, split at white space; None if the command fails or is late."""
+    """Returns the words printed by the command `argv`, split at white space; [] if it prints nothing, None if it fails
+    or takes longer than `timeout_s` seconds."""
     try:
         done = subprocess.run(
             argv,
@@ -92,8 +93,15 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting:
 
 
 def request_of(owner: int, listing: Sequence[str], removal: Sequence[str], starting: str = "") -> str:
-    """Returns the argument of the reaper for an owner's process id, both commands, and the argument by which clients
-    that start containers are known; without such an argument the reaper waits `QUIET_S` seconds for them."""
+    """Returns the argument of the reaper, as JSON.
+
+    Args:
+        owner: Process id of the owner.
+        listing: Command that prints the names of the owner's containers.
+        removal: Command that removes the containers named in further arguments.
+        starting: Argument of clients that start containers, by which the reaper knows running clients; without such an
+            argument the reaper waits `QUIET_S` seconds for clients.
+    """
     return json.dumps({"owner": owner, "list": list(listing), "remove": list(removal), "starting": starting})
 
 

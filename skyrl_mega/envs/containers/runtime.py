@@ -57,10 +57,12 @@ class Container(Protocol):
         """
 
     def end_processes(self, timeout_s: float) -> None:
-        """Kills all processes in the container except the process that keeps the container alive."""
+        """Kills all processes in the container except the process that keeps the container alive, within `timeout_s`
+        seconds."""
 
     def remove(self, timeout_s: float) -> None:
-        """Removes the container with its files; may be called again. Raises nothing if the container is gone."""
+        """Removes the container with its files within `timeout_s` seconds; may be called again. Raises nothing if the
+        container is gone."""
 
 
 class Runtime(Protocol):
@@ -93,7 +95,7 @@ class Runtime(Protocol):
 
         Raises:
             UserError: There is no such image.
-            InfrastructureFault: The registry cannot be reached, or the time limit has passed.
+            InfrastructureFault: The registry cannot be reached, or `timeout_s` seconds have passed.
         """
 
     def start(self, image: str, timeout_s: float) -> Container:

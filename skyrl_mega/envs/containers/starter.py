@@ -48,7 +48,7 @@ class StarterProgram:
         """Waits for the program's first line on standard output and returns the line.
 
         Raises:
-            InfrastructureFault: The program ended without a line, or printed no line in time.
+            InfrastructureFault: The program ended without a line, or printed no line in `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -81,12 +81,12 @@ class SweRexRuntime:
         """Does nothing: the user's program makes the image available."""
 
     def start(self, image: str, timeout_s: float) -> SweRexContainer:
-        """Starts a container by the user's program, and returns it once its server answers. Ends the program after a
-        fault.
+        """Starts a container of an image by the user's program, and returns it once its server answers. Ends the
+        program after a fault.
 
         Raises:
-            InfrastructureFault: The program cannot be started or prints no address in time, the server does not answer,
-                or the container has served a trajectory before or lacks a tool.
+            InfrastructureFault: The program cannot be started or prints no address in `timeout_s` seconds, the server
+                does not answer, or the container has served a trajectory before or lacks a tool.
         """
         deadline = time.monotonic() + timeout_s
         places = {IMAGE: image, LIFETIME: str(self.lifetime_s)}
@@ -118,7 +118,8 @@ class SweRexContainer:
         """Marks the container as used, and notes its processes, which `end_processes` spares.
 
         Raises:
-            InfrastructureFault: The container was used before or lacks a tool, or the server is gone.
+            InfrastructureFault: The container was used before or lacks a tool, or the server is gone or does not answer
+                in `timeout_s` seconds.
         """
         try:
             status, out = self._client.execute(["sh", "-c", FIRST, "first", USED], timeout_s)
@@ -183,7 +184,7 @@ class SweRexContainer:
         the policy's processes leave no space for another process, nothing is killed, and later commands fail.
 
         Raises:
-            InfrastructureFault: A process cannot be killed in time, or the server is gone.
+            InfrastructureFault: A process cannot be killed in `timeout_s` seconds, or the server is gone.
         """
         if self._clean:
             return

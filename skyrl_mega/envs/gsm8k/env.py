@@ -12,8 +12,8 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def strict_answer(text: str) -> str | None:
-    """Returns the number after the first `#### ` with a number, without commas but with a full stop behind it; None for
-    another format.
+    """Returns the number after the first `#### ` with a number in a text, without commas; a full stop directly behind
+    the number belongs to the result. None without such a number.
 
     Only the first number counts, so a policy cannot list guesses; the strict grading of SkyRL and verl does the same.
     """
@@ -47,8 +47,8 @@ class Gsm8kEnv(BaseTextEnv):
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the solution and ends the trajectory: reward 1 if the number after the first `#### ` is right, else
-        0."""
+        """Judges the solution `action` and ends the trajectory: returns reward 1 if the number after the first `#### `
+        is right, else 0, without messages; `metadata` has `parsed_answer`, None without a number."""
         answer = strict_answer(action)
         return BaseTextEnvStepOutput(
             observations=[],

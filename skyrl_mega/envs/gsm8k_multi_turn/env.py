@@ -29,8 +29,10 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges an attempt, and asks for another attempt after a wrong answer, until `max_turns`.
 
-        The reward is 1 for the right answer, 0.2 / max_turns for a wrong answer in the format `#### number`, and 0 for
-        no answer.
+        Returns:
+            Reward 1 for the right answer, 0.2 / max_turns for a wrong answer in the format `#### number`, and 0 for no
+            answer. A message with feedback, unless the trajectory ends: after the right answer, or the last turn.
+            `metadata` has `parsed_answer` (None without a number) and `correct`.
         """
         self.turns += 1
         answer = strict_answer(action)

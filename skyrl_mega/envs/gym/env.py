@@ -79,8 +79,8 @@ class GymEnv(BaseTextEnv):
         return [*prompt, {"role": "user", "content": text}], _plain(info)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Takes a step in the gymnasium environment with the action in the policy's text; reward and end are the
-        environment's.
+        """Takes a step in the gymnasium environment with the action in the policy's text; returns its observation as a
+        message, its reward and its end, and in `metadata` the plain values of its info.
 
         A text without a valid action gets the option `invalid_reward` and an explanation; with `invalid_ends` the
         trajectory ends.

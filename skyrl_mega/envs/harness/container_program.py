@@ -109,8 +109,8 @@ class ContainerProgram:
 
 
 def read_file(container: Container, name: str, most_bytes: int) -> str | None:
-    """Returns the text of a file in `FOLDER`, cut after `most_bytes`; None without the file. Anything but a plain
-    readable file, such as a link, counts as an empty text, and so does a late reading.
+    """Returns the text of the file `name` in `FOLDER`, cut after `most_bytes`; None without the file. Anything but a
+    plain readable file, such as a link, counts as an empty text, and so does a late reading.
 
     Raises:
         InfrastructureFault: The container is gone.

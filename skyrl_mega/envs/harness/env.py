@@ -65,9 +65,9 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for a command with an open quotation, a reward function without import or with other
-        arguments, a variable without text, an unknown container runtime or a wrong option of the runtime, containers
-        that cannot reach the policy, or `container` beside a software task."""
+        """Raises UserError for a command with an open quotation, a reward function that cannot be imported or called,
+        an unknown or wrong option of the judge, a variable without text, an unknown container runtime or a wrong option
+        of the runtime, containers that cannot reach the policy, or `container` beside a software task."""
         if options["command"] is not None:
             split(options["command"], f"{KEY}.command")
         if options["reward"] is not None:

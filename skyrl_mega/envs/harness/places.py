@@ -233,7 +233,7 @@ class TaskContainer:
         return program.run(session.container, endpoint, texts, session.folder)
 
     def answer(self, most_bytes: int) -> str | None:
-        """Returns None: the answer is the repository."""
+        """Returns None, whatever `most_bytes`: the answer is the repository, judged by `verdict`."""
         return None
 
     def verdict(self) -> BaseTextEnvStepOutput:
@@ -285,14 +285,16 @@ def in_container(options: Mapping[str, Any]) -> bool:
 
 
 def image_of(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Returns the image for a row: `extra_info.image`, else the option; None without either."""
+    """Returns the image for a row with these columns: `extra_info.image`, else the option `image`; None if both are
+    missing."""
     info = columns.get("extra_info")
     image = info.get("image") if isinstance(info, Mapping) else None
     return image or options["image"]
 
 
 def wrong_image(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Returns the reason for refusing the image of a row; None for an image's name, and without an image."""
+    """Returns the reason for refusing the image of a row with these columns; None for an image's name, without an
+    image, and for the image of the options."""
     image = image_of(options, columns)
     if image is None or image == options["image"] or (isinstance(image, str) and IMAGE.fullmatch(image)):
         return None

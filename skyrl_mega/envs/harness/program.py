@@ -134,8 +134,8 @@ def check_network(box: Sandbox, key: str) -> None:
 
 
 def read_answer(folder: Workspace, most_bytes: int) -> str | None:
-    """Returns the text of the file `ANSWER`, cut after `most_bytes`; None without the file. Anything but a plain
-    readable file, such as a link, counts as an empty text.
+    """Returns the text of the file `ANSWER` in the workspace `folder`, cut after `most_bytes`; None without the file.
+    Anything but a plain readable file, such as a link, counts as an empty text.
 
     Raises:
         InfrastructureFault: This machine cannot read the file: too many open files, or an error of the disk.

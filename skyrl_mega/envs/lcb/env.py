@@ -58,7 +58,7 @@ class LcbEnv(BaseTextEnv):
         """Runs the program in the last fenced block of the answer on the tests, and ends the trajectory.
 
         The reward is 1 if every test passes, else 0; with the option `reward=share`, the share of the tests that pass.
-        An answer without a fenced block gets 0.
+        An answer without a fenced block gets 0. `metadata` has `parsed_code` (None without a block) and `verdicts`.
 
         Raises:
             InfrastructureFault: The sandbox cannot start a program.

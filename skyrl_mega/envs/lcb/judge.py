@@ -130,8 +130,8 @@ def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Returns True if the outputs match line by line, ignoring surrounding space: the same text, or equal decimal
-    numbers such as `1.0` and `1`."""
+    """Returns True if the printed and the expected output match line by line, ignoring surrounding space: the same
+    text, or equal decimal numbers such as `1.0` and `1`."""
     printed_lines, expected_lines = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
     )

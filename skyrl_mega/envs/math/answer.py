@@ -9,8 +9,8 @@ TAIL = 300
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    """Returns the position and the content of the last `\\boxed{…}`; None if there is none, or if this last one lacks
-    a brace."""
+    r"""Returns the position and the content of the last `\boxed{…}` or `\fbox{…}` in a text; None if there is none, or
+    if this last one lacks a closing brace."""
     boxes = list(re.finditer(r"\\(?:boxed|fbox)[ \t]*\{", text))
     if not boxes:
         return None
@@ -24,8 +24,8 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def last_line(text: str) -> tuple[int, str] | None:
-    """Returns the position of the last `Answer: …` and the rest of its line; None without such a line. Ignores case and
-    surrounding `**`."""
+    """Returns the position of the last `Answer: …` in a text and the rest of its line; None without such a line.
+    Ignores case and surrounding `**`."""
     lines = list(re.finditer(r"(?i)answer(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*([^\n]+)", text))
     return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 

@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, str], ...] = (
 
 
 def same(gold: str, answer: str) -> bool:
-    """Returns True if the normal forms (`normal`) of two answers are the same text."""
+    """Returns True if the normal forms (`normal`) of the gold answer and of the answer are the same text."""
     return normal(gold) == normal(answer)
 
 

@@ -39,7 +39,10 @@ class MultiplyEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges an answer. A wrong answer may be retried until `max_turns`.
 
-        The reward of the right answer is the option `discount` to the power of the number of earlier attempts, else 0.
+        Returns:
+            The reward of the right answer, the option `discount` to the power of the number of earlier attempts, else
+            0. A message that asks for another attempt, unless the trajectory ends. `metadata` has `parsed_answer`, None
+            without a box.
         """
         self.turns += 1
         boxed = first_boxed(action)

@@ -92,9 +92,8 @@ def _plain(code: str) -> str:
 
 
 def report(outcome: SandboxResult, max_characters: int) -> str:
-    """Returns the policy's view of a program: stdout, stderr and the reason of an early end. Of a long text only the
-    last `max_characters` characters remain.
-    """
+    """Returns the policy's view of a program's result: stdout, stderr and the reason of an early end. Of a long text
+    only the last `max_characters` characters remain, after `…`."""
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:
         lines.append(REASONS[outcome.status])

@@ -100,14 +100,15 @@ def shared(name: str, total_mib: float) -> Budget:
 
 
 def divide(among: int) -> None:
-    """Sets the number of processes on this node that share each environment's limit; call before any sandbox exists."""
+    """Sets the number of processes on this node that share each environment's limit to `among`; call before any sandbox
+    exists."""
     global _process_count
     _process_count = among
 
 
 def add_ended(programs: int) -> None:
-    """Adds to the result of `ended` the number of commands that another process of the run has ended for exceeding the
-    memory limit `total_mib`. After a call, even with 0, `ended` never returns None."""
+    """Adds `programs` to the result of `ended`: the number of commands that another process of the run has ended for
+    exceeding the memory limit `total_mib`. After a call, even with 0, `ended` never returns None."""
     global _ended_in_other_processes
     with _making:
         _ended_in_other_processes = (_ended_in_other_processes or 0) + programs

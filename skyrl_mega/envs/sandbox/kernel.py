@@ -40,7 +40,7 @@ _ARCHS = {"x86_64": _Arch(155, 126, 308), "aarch64": _Arch(41, 91, 268)}
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """Calls prctl(2) with one argument; raises OSError if the kernel refuses."""
+    """Calls prctl(2) with the option and a single value; raises OSError if the kernel refuses."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
@@ -82,7 +82,7 @@ def drop_capabilities() -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """Calls mount(2) with these arguments; `kind` is the type of the file system.
+    """Calls mount(2) with these arguments; `kind` is the type of the file system, `data` its options as text.
 
     Raises:
         OSError: The kernel refuses.

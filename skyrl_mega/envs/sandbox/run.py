@@ -202,8 +202,8 @@ class Sandbox:
             tree.remove(scratch)
 
     def workspace(self) -> Workspace:
-        """Creates a folder that keeps files between commands; `disk_mib` limits the content. The caller closes the
-        workspace."""
+        """Creates and returns a folder that keeps files between commands; `disk_mib` limits the content. The caller
+        closes the workspace. Raises OSError if the folder cannot be created."""
         return Workspace(_bytes(self.limits.disk_mib), self.confined and "namespaces" not in self.disabled)
 
 

@@ -82,8 +82,10 @@ class SearchEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Executes the query in `<search>`, or judges the text in `<answer>`; the first of the two tags counts.
 
-        The reward is the score chosen by the option `reward`; the option `wrong_answer` for a score of 0. A trajectory
-        ended by `max_turns` gets 0. A failed search is an observation for the policy, not an error.
+        Returns:
+            For a query or a turn with neither tag, a message with passages or an explanation, and reward 0. For an
+            answer the end, with the score chosen by the option `reward`, or the option `wrong_answer` for a score of 0.
+            A trajectory ended by `max_turns` gets 0. A failed search is a message for the policy, not an error.
         """
         self.turns += 1
         tag = first_tag(action, "search", "answer")

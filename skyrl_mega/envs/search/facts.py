@@ -85,7 +85,7 @@ def river_title(river: str) -> str:
 
 
 def questions(subjects: Iterable[Country]) -> Iterator[FactQuestion]:
-    """Yields two to four questions about each of the countries, country by country."""
+    """Yields two to four questions about each of the countries `subjects`, country by country."""
     for c in subjects:
         whose = f"the country whose capital is {c.capital}"
         chain = (c.capital, c.name)

@@ -209,7 +209,7 @@ class ContainerSession:
         """Returns path → file for the files and links at or below some paths of the repository; {} without any.
 
         Raises:
-            UnfitError: The files cannot be read in time, or have more than `files_mib`.
+            UnfitError: The files cannot be listed, or read, in `timeout_s` seconds each, or have more than `files_mib`.
             InfrastructureFault: The container is lost.
         """
         listed = files.listing(self.container, self.task.folder, timeout_s)

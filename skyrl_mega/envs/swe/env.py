@@ -145,8 +145,8 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns the reason why a row is wrong: its task is missing, its names of tests are malformed, or its ground
-        truth is no command. None for a valid row."""
+        """Returns the reason why a row is wrong: its task is missing, malformed or cannot run in the session, its names
+        of tests are malformed, or its ground truth is no command. None for a valid row."""
         info = row.get("extra_info") or {}
         name = info.get("task") if isinstance(info, Mapping) else None
         folder = options["tasks"]

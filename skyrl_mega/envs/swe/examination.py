@@ -288,7 +288,7 @@ def _selected_functions(test: str) -> frozenset[str]:
 
 def started_files(test: str) -> list[str]:
     """Returns patterns (as for `fnmatch`) of the repository files that a test command starts: shell scripts, and files
-    in `TOOL_FILES`; sorted."""
+    in `TOOL_FILES`; sorted, [] for none."""
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
     names += [file for tool, files in TOOL_FILES.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]

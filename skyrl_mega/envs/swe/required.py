@@ -10,7 +10,7 @@ from skyrl_mega.envs.swe.canaries import AnyFunction, Function, TestSource
 
 
 def required_functions(sources: Iterable[TestSource], names: Collection[str], report: str) -> set[Function]:
-    """Returns the functions named by the required tests.
+    """Returns the functions named by the required tests; an empty set if no name is clear.
 
     A name of several functions is left out: only one of them is required, and a failure of another would go unnoticed.
 

@@ -137,6 +137,9 @@ def try_container(options: Mapping[str, Any]) -> None:
     """Starts and removes a container for the first task in the folder of tasks; pulls the image if it is missing. Does
     nothing without tasks, and for sessions that are no containers.
 
+    Args:
+        options: `environment.options.swe`, with defaults filled in.
+
     Raises:
         UserError: The container does not start, or the image does not exist.
     """

@@ -74,7 +74,7 @@ class Task:
 
 
 def read_task(path: Path) -> Task:
-    """Returns the task of a folder; a task without `task.json` has the defaults.
+    """Returns the task in the folder `path`; a task without `task.json` has the defaults.
 
     Raises:
         UserError: `task.json` is malformed, or a value is not allowed.
@@ -93,6 +93,10 @@ def _read(path: Path, changed: int) -> Task:
 
 def task_of(path: Path, spec: Mapping[str, Any]) -> Task:
     """Returns the task of a folder as described by the content of `task.json`, which may not be written yet.
+
+    Args:
+        path: Folder of the task.
+        spec: Content of `task.json`.
 
     Raises:
         UserError: A value is not allowed.
@@ -160,6 +164,10 @@ def required_tests(lists: Mapping[str, Any]) -> list[str]:
 
 def refuse_outside_link(path: Path, tasks: Path) -> None:
     """Refuses a part of a task that is a link to a place outside the folder of tasks.
+
+    Args:
+        path: The part, which need not exist.
+        tasks: The folder of tasks.
 
     Raises:
         UserError: The link leads outside.

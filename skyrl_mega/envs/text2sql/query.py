@@ -192,7 +192,8 @@ def _tables_read(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
 
 
 def connect(database: str, seconds: float) -> sqlite3.Connection:
-    """Opens a read-only connection on which only statements for reading are allowed; the caller closes it.
+    """Opens and returns a read-only connection to the file `database`, on which only statements for reading are
+    allowed; the caller closes it.
 
     Statements are interrupted `seconds` seconds after this call.
 

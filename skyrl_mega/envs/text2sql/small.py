@@ -43,7 +43,8 @@ class DatabaseQuestion(NamedTuple):
 
 
 def write(folder: Path, seed: int) -> None:
-    """Writes `<folder>/<name>/<name>.sqlite` for every theme, a few KB each. Replaces databases of an earlier call.
+    """Writes `<folder>/<name>/<name>.sqlite` for every theme, a few KB each; the content depends on `seed`. Replaces
+    databases of an earlier call.
 
     Raises:
         UserError: A file exists that was not written by this function, or was changed since.

@@ -61,8 +61,9 @@ class ToolChoiceEnv(ToolEnv):
         return super().wrong_row(row, options)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the calls of the turn, and ends the trajectory: reward 1 for the calls of the ground truth, else 0. An
-        expected message needs a text and no call."""
+        """Judges the calls of the turn, and ends the trajectory: returns reward 1 for the calls of the ground truth,
+        else 0, and no messages. An expected message needs a text and no call. `metadata` has the calls and the expected
+        calls."""
         self.turns += 1
         message = self.parse(action, self.turns)
         if self.expected:
@@ -76,7 +77,8 @@ class ToolChoiceEnv(ToolEnv):
 
 
 def matched(expected: Sequence[Mapping[str, Any]], given: Sequence[ToolCall], similarity: float) -> bool:
-    """Returns True if every expected call equals a different given call, and no given call is left."""
+    """Returns True if every expected call equals a different given call, and no given call is left. `similarity` is the
+    least share of common words in two equal texts (`equal`)."""
     if len(expected) != len(given):
         return False
     if not expected:

@@ -310,7 +310,8 @@ def means(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
 
 
 def failure(kind: str, text: str) -> dict[str, Any]:
-    """Returns the result of a failed rollout.
+    """Returns the result of a failed rollout: `error` with `kind`, `text` (the last 2,000 characters) and
+    `infrastructure`, True for a failure of a service below the environment.
 
     Args:
         kind: Name of the error's class.
