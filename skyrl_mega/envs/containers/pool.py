@@ -109,6 +109,7 @@ class ContainerPool:
 
         Raises:
             UserError: The runtime does not work here; the error names `key`, the setting that contains the options.
+            InfrastructureFault: The runtime's client cannot be started.
         """
         self.runtime.check(key)
 

@@ -44,6 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 
     Raises:
         UserError: An argument is wrong, no image is named, or the runtime does not work on this machine.
+        InfrastructureFault: The runtime's client cannot be started.
     """
     chosen = parser().parse_args(arguments)
     pool = make_pool(chosen.runtime, _options(chosen.options), "--options")

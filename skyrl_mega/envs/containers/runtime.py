@@ -88,6 +88,7 @@ class Runtime(Protocol):
         Raises:
             UserError: The program is missing, the service does not answer, or access is refused. The error names `key`,
                 the setting that contains the options.
+            InfrastructureFault: The program cannot be started.
         """
 
     def pull(self, image: str, timeout_s: float) -> None:

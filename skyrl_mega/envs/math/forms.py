@@ -127,9 +127,9 @@ def _factors(text: str) -> int:
 
 
 def tokens(text: str) -> list[str]:
-    r"""Returns the tokens of a LaTeX text in order: numbers (decimals as fractions), letters, words of more than
-    `LONGEST_WORD` letters, operations and opening brackets. Multiplication signs and no-ops are left out: `+0x`, `\cdot
-    1`, `^1`, `(2)`."""
+    """Returns the tokens of a LaTeX text in order: numbers (decimals as fractions), letters, words of more than
+    `LONGEST_WORD` letters, operations and opening brackets. Left out are multiplication signs and parts without effect,
+    such as `+0x`, `^1` and the brackets of `(2)`."""
     text = FRACTION.sub(r"(\1)/(\2)", NO_OPS.sub(" ", text.replace("*", "\\cdot ")))
     text = BRACKETED.sub(r" \1 ", text)
     result: list[str] = []

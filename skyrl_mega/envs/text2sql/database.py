@@ -99,6 +99,7 @@ class Database:
 
         Raises:
             InfrastructureFault: The sandbox cannot start.
+            UserError: The machine lacks a required confinement.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
         return reason, _table(ours), _table(theirs)

@@ -112,6 +112,7 @@ class Text2SqlEnv(BaseTextEnv):
 
         Raises:
             InfrastructureFault: The sandbox cannot start.
+            UserError: The machine lacks a required confinement.
         """
         self.turns += 1
         self.written.append(action)
