@@ -28,16 +28,17 @@ class ServiceLoop(Loop, Protocol):
     """A loop that keeps running between the calls of another thread: `BackgroundLoop`, or virtual time."""
 
     def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        """Starts a coroutine in the loop without waiting, and returns a handle of the task."""
+        """Starts a coroutine in the loop without waiting and returns the task or its future."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Schedules a call of the function in the loop's thread; does not wait."""
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Blocks the calling thread until `ready()` is true or `seconds` are over."""
+        """Blocks the calling thread until `ready()` is true or `seconds` are over; neither case is an error. `ready` is
+        called again after each `changed`."""
 
     def changed(self) -> None:
-        """Wakes up `wait` to check again; called in the loop."""
+        """Makes `wait` check `ready` again; called in the loop after a change."""
 
 
 class EventLoop:
@@ -123,7 +124,7 @@ class BackgroundLoop:
             self._changed.wait_for(ready, seconds)
 
     def changed(self) -> None:
-        """Wakes up `wait` to check again; called in the loop's thread."""
+        """Makes `wait` check `ready` again; called in the loop's thread after a change."""
         with self._changed:
             self._changed.notify_all()
 

@@ -104,7 +104,7 @@ class Generator:
     ) -> list[Group]:
         """Runs `samples` trajectories of every prompt and returns a group per prompt, in the prompts' order. Clears the
         engines' prefix caches first. Blocks, without a time limit, until all trajectories ended; `look` can end the
-        wait.
+        wait. A fault of an environment is not raised: its trajectory has a failed status.
 
         Equal weights, prompts and seed give equal random streams. The results are bit-identical with `lockstep`, and
         for single-turn trajectories on a single engine (limits: docs/parity.md). Otherwise rounding may differ between
@@ -121,6 +121,7 @@ class Generator:
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
+            UserError: The generator of `rollout.generator` cannot be imported or created.
             Exception: `look` or `refill` raised it; all trajectories are cancelled.
         """
         while True:

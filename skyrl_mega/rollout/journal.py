@@ -81,7 +81,7 @@ class Journal:
 
     def answer(self, request: Request) -> Completion | None:
         """Returns the recorded answer to a request; None unless a request with the same name, tokens, token limit and
-        first position with routes was recorded. The time limit may differ."""
+        first position with routes was recorded. The time limits may differ."""
         known = self._recorded.get(request.trajectory, {}).get(request.id)
         return known.completion if known is not None and known.request_hash == digest(request) else None
 
@@ -109,7 +109,7 @@ def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
     Files are written atomically, so a killed process leaves no half file.
 
     Raises:
-        UserError: A file contains something else than turns.
+        UserError: A file cannot be read or contains something else than turns.
     """
     turns: dict[str, list[RecordedTurn]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
@@ -152,7 +152,7 @@ def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:
 
 
 def read(file: Path) -> list[RecordedTurn]:
-    """Reads turns written by `write`.
+    """Returns the turns in a file written by `write`, in the same order.
 
     Raises:
         UserError: The file cannot be read or contains something else than turns.

@@ -28,8 +28,8 @@ class Player(Protocol):
             prompt: The prompt.
             sample: Number of the sample within the prompt, from 0.
             name: Unique name; the source of the requests' names and random stream.
-            start: Awaited before the first turn (`Gate`); None: nothing is awaited. It is ignored if the number of open
-                environments is limited, or workers run the trajectories.
+            start: Awaited before the first turn (`Gate`); None: nothing is awaited. `start` is ignored if the number of
+                open environments is limited, or workers run the trajectories.
 
         Raises:
             NoServingActor: No engine is left, in a phase.
@@ -51,7 +51,8 @@ class PlaysGroups(Protocol):
         Args:
             prompt: The prompt.
             names: Unique name of each trajectory.
-            start: Awaited before the first request; None: nothing is awaited. It is ignored if workers run the group.
+            start: Awaited before the first request; None: nothing is awaited. `start` is ignored if workers run the
+                group.
 
         Raises:
             NoServingActor: No engine is left, in a phase.

@@ -123,6 +123,7 @@ class RolloutService:
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
                 Groups that finished at the same time are lost.
+            Exception: Any other error of a group's work, such as a chat template that leaves out the assistant's words.
         """
         self.loop.wait(lambda: bool(self._done), wait_s)
         new_groups = []

@@ -29,7 +29,8 @@ class SlotUse:
         self.most = max(self.most, self.now)
 
     def read(self) -> int:
-        """Returns the highest number in use since the last call."""
+        """Returns the highest number of slots in use since the last call, and starts counting again from the slots in
+        use now."""
         most, self.most = self.most, self.now
         return most
 
@@ -111,8 +112,8 @@ class SlotPlayer:
         self.player, self.slots, self.router = player, slots, player.router
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits, without limit, for a slot, runs the trajectory and returns it with the wait, in seconds, in
-        `seconds["slot"]`; ignores `start`.
+        """Waits, without limit, for a slot, runs the trajectory and returns the trajectory, with the wait in seconds in
+        `seconds["slot"]`. Ignores `start`.
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout

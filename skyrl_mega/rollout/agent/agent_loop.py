@@ -88,12 +88,12 @@ class Agent:
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Runs a trajectory from opening to closing the environment and returns the trajectory. Tokens of the policy
-        enter `tokens` unchanged and are never tokenised again. A fault of the environment is not raised; the
-        trajectory's status and metadata describe it.
+        enter `tokens` unchanged and are never tokenised again. A fault of the environment is not raised: the trajectory
+        gets reward 0, and its status and metadata describe the fault.
 
-        After an infrastructure fault the same trajectory is retried from the prompt: the requests keep the same names,
-        and therefore the same random streams. Faults of the environment or the policy are not retried. Before a retry
-        it pauses, 1 s at first and up to 60 s.
+        After an infrastructure fault the same trajectory is retried from the prompt, up to `retries` times: the
+        requests keep the same names, and therefore the same random streams. Faults of the environment or the policy are
+        not retried. `play` waits before a retry, 1 s at first and up to 60 s.
 
         Args:
             prompt: The prompt.
@@ -106,6 +106,7 @@ class Agent:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or the restart budget is used up.
             WrongRoutes: The engine's routes do not match the tokens.
+            UserError: The chat template leaves out the assistant's words.
         """
         for retries in itertools.count():
             opened = await self.open(prompt, sample)
@@ -126,10 +127,15 @@ class Agent:
         return Environment(t, self.environments, self.threads, self.limits.env_timeout_s, self.spans, self.classes)
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
-        """Creates the environment, opens the conversation, and tokenises the first messages.
+        """Creates the environment of a new trajectory, tokenises the conversation's first messages, and returns the
+        trajectory in progress, before the first turn.
 
         A fault of the environment is not raised: it ends the trajectory with reward 0, closes the environment, and is
         stored in the trajectory's status and metadata.
+
+        Args:
+            prompt: The prompt.
+            sample: Number of the sample within the prompt, from 0.
         """
         t = new_trajectory(prompt, sample)
         env = self.environment(t)
@@ -238,7 +244,12 @@ class Agent:
         return await self.judge(opened, turn)
 
     async def end_without_answer(self, opened: Opened, finish: str) -> None:
-        """Ends a trajectory whose time was over before the first token of a turn.
+        """Ends a trajectory whose time or tokens were used up before the first token of a turn: sets the status, and
+        after a timeout lets the environment grade the trajectory.
+
+        Args:
+            opened: The trajectory.
+            finish: Reason for the end, `length` or `timeout`.
 
         Raises:
             EnvironmentFault: See `Environment.out_of_time`.
@@ -247,15 +258,16 @@ class Agent:
         await self._out_of_time(opened)
 
     async def judge(self, opened: Opened, turn: PolicyTurn) -> bool:
-        """Lets the environment judge the trajectory's last turn, and appends reward and observations. Returns True if
-        the trajectory has ended, with the status set.
+        """Lets the environment judge the trajectory's last turn, and appends the reward and the environment's messages.
+        Returns True if the trajectory has ended, with the status set; False if another turn follows.
 
         Args:
             opened: The trajectory; its last step is the response, with at least one token, and `turns` counts it.
             turn: The turn.
 
         Raises:
-            EnvironmentFault: The environment failed.
+            EnvironmentFault: The environment failed, or its messages are not allowed.
+            UserError: The chat template leaves out the assistant's words.
         """
         t, cut = opened.trajectory, CUT_STATUS.get(turn.finish)
         edits.append_messages(t, [{"role": "assistant", "content": turn.text}])
@@ -333,7 +345,14 @@ class Agent:
         return self.chat.following(t.tokens[-1], observations, tools)
 
     def append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
-        """Appends the tokens of the environment's answer, or returns True if they leave no room for another turn."""
+        """Appends the tokens of the environment's messages and returns False. If the messages leave no room for another
+        turn, appends nothing, sets the status TRUNCATED_TOKENS and returns True.
+
+        Raises:
+            EnvironmentFault: The chat template rejects the messages, or the environment replaced the conversation
+                without permission (`rollout.step_wise`).
+            UserError: The chat template leaves out the assistant's words.
+        """
         t, tools = opened.trajectory, opened.env.tools
         if answer.messages is None:
             new = self._tokens(opened, "step: observations", self.following, t, answer.observations, tools)
@@ -372,7 +391,8 @@ class Agent:
 
 
 async def pause(retries: int) -> None:
-    """Waits before a retry after an infrastructure fault.
+    """Waits before a retry after an infrastructure fault: 1 s before the first, twice as long before each further
+    retry, 60 s at most.
 
     Args:
         retries: Number of earlier retries.

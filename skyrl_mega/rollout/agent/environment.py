@@ -80,7 +80,8 @@ class Environment:
         return bool(self._made) and not self._left
 
     async def open(self, turns: int, chat: Renderer) -> list[Message]:
-        """Creates the environment and returns the first messages. `close` must follow, also after a fault.
+        """Creates the environment, sets `tools`, and returns the conversation's first messages. `close` must follow,
+        also after a fault.
 
         Args:
             turns: Most turns of the trajectory.
@@ -131,7 +132,8 @@ class Environment:
         return bool(self._made) and isinstance(self._made[0], AgentEnv)
 
     async def prepare(self) -> None:
-        """Calls the `prepare` of an agent's environment. The environment must be open.
+        """Calls the method `prepare` of an agent's environment; does nothing if the class does not define one. The
+        environment must be open.
 
         Raises:
             EnvironmentFault: The environment raised an exception or exceeded the time limit of a call.

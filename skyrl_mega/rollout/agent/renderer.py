@@ -143,7 +143,7 @@ class Renderer:
             environment: Name of the environment, for the error.
 
         Raises:
-            UserError: The template shows no tools, or the format of tool calls is unknown, or
+            UserError: The template rejects or does not show tools, or the format of tool calls is unknown, or
                 `rollout.conversation: one_message` is set.
         """
         if self.one_message:

@@ -144,7 +144,8 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
 
 
 def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns the event `message_start`. Without a reply, its tokens are 0; `message_delta` repeats the numbers."""
+    """Returns the server-sent event `message_start` as text. With `replies` None, the reply is not known yet and the
+    event counts 0 tokens; `message_delta` repeats the numbers."""
     usage = _prompt_usage(replies[0]) if replies else {"input_tokens": 0}
     message = {**_start(head), "content": [], "stop_reason": None, "stop_sequence": None}
     start = message | {"usage": {**usage, "output_tokens": 0}}
@@ -168,7 +169,12 @@ def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
 
 
 def error(error: RequestError, status: int) -> dict[str, Any]:
-    """Returns the body of a refusal."""
+    """Returns the JSON body of a refused request.
+
+    Args:
+        error: Reason for the refusal.
+        status: HTTP status of the reply.
+    """
     text = str(error)
     if isinstance(error, ContextTooLong):
         text = f"prompt is too long: {error.tokens} tokens > {error.most} maximum, the reply included"
@@ -176,7 +182,8 @@ def error(error: RequestError, status: int) -> dict[str, Any]:
 
 
 def failure(head: ReplyHead, reason: RequestError, status: int) -> str:
-    """Returns the last event of a failed stream."""
+    """Returns the server-sent event that ends a failed stream, as text. `status` is the HTTP status of a reply without
+    a stream."""
     return event(error(reason, status), "error")
 
 

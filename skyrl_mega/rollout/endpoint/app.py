@@ -84,7 +84,8 @@ def parse_body(data: bytes) -> Mapping[str, Any]:
 
 
 def reply_head(body: Mapping[str, Any]) -> ReplyHead:
-    """Returns the head of a request's reply, with the fields that a reply needs."""
+    """Returns a new reply head for a request: a random id, the present time, and the fields `HEAD_FIELDS` of the
+    request's body."""
     kept = {name: body[name] for name in HEAD_FIELDS if name in body}
     return ReplyHead(secrets.token_hex(12), int(time.time()), kept)
 
@@ -104,7 +105,8 @@ class EndpointApp:
         self._door_of = door_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers an HTTP request (ASGI); ignores other protocols."""
+        """Answers an HTTP request (ASGI); ignores other protocols. An error is not raised but sent as a reply; a client
+        that closed the connection gets none."""
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])

@@ -37,7 +37,7 @@ class Context:
     """`graph.Continuation.digest` of the request; None for a request of tokens."""
 
     def tokens(self) -> array[int]:
-        """Returns all tokens, int32."""
+        """Returns all tokens of the context, the parent's conversation included, int32."""
         return self.between if self.parent is None else self.parent.sequence() + self.between
 
     def routes_from(self) -> int:
@@ -76,8 +76,10 @@ async def of_messages(request: ChatRequest, tree: RequestTree, renderer: Rendere
         cached: True to keep the tokens of a new conversation for a request with the same messages and tools.
 
     Raises:
-        BadRequest: The policy cannot answer the messages.
-        ContextTooLong: The messages surely have more tokens than a sequence may have.
+        BadRequest: The policy cannot answer the messages: the chat template rejects the messages or shows no tools, a
+            message is not text, or the last message is the assistant's.
+        ContextTooLong: The messages surely have more tokens than a sequence may have; other lengths are not checked.
+        UserError: The chat template leaves out the assistant's words.
     """
     messages, tools = request.messages, request.tools
     _check_messages(messages, tools)
@@ -106,7 +108,8 @@ async def of_tokens(request: TokenRequest, tree: RequestTree, renderer: Renderer
 
     Args:
         request: The request.
-        tree: Earlier requests, searched for the longest one that these tokens continue; not changed.
+        tree: The session's exchanges (request and reply), searched for the longest conversation that these tokens
+            continue; not changed.
         renderer: The policy's tokenizer.
 
     Raises:

@@ -132,7 +132,7 @@ def to_json(value: Any) -> str:
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> str:
-    """Returns a server-sent event with a JSON object, and with a name unless None."""
+    """Returns a server-sent event with a JSON object as text. The event gets a name unless `name` is None."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {to_json(value)}\n\n"
 

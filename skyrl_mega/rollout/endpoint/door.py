@@ -45,11 +45,12 @@ class AgentDoor:
 
     @contextmanager
     def enter(self) -> Iterator[Callable[[int], None]]:
-        """Counts a request as under way while the `with` block runs. Yields a function for the number of bytes of every
-        part of its body; the function raises as `enter` does.
+        """Counts a request as under way while the `with` block runs. Yields a function that takes the size in bytes of
+        each received part of the request's body and counts the part until the block ends.
 
         Raises:
-            TooManyRequests: `AT_ONCE` requests, or requests of `BYTES_AT_ONCE` bytes, are under way.
+            TooManyRequests: `AT_ONCE` requests are under way. The yielded function raises this error if the bodies of
+                the requests under way exceed `BYTES_AT_ONCE`.
         """
         if self._entered >= AT_ONCE:
             raise TooManyRequests(f"{AT_ONCE} requests of this trajectory are under way; send fewer at once")
@@ -71,7 +72,7 @@ class AgentDoor:
 
     def submit(self, request: ChatRequest | TokenRequest) -> Future[list[PolicyReply]]:
         """Starts a request in the loop of the rollouts and returns the future of its replies; does not wait. Cancelling
-        the future cancels the session's method.
+        the future cancels the session's method. After `close`, the future is cancelled.
 
         Raises:
             SessionEnded: The loop is closed.
@@ -79,8 +80,8 @@ class AgentDoor:
         return self._start(self._answer(request))
 
     def count(self, request: ChatRequest) -> Future[int]:
-        """Counts the tokens of a request's context in the loop of the rollouts, and returns the future of the number.
-        Raises SessionEnded as `submit` does."""
+        """Starts counting the tokens of a request's context in the loop of the rollouts and returns the future of the
+        number; does not wait. After `close`, the future is cancelled. Raises SessionEnded if the loop is closed."""
         return self._start(self._count(request))
 
     def _start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
@@ -114,8 +115,8 @@ class AgentDoor:
             function()
 
     def close(self) -> None:
-        """Refuses further requests and cancels the requests under way. Called in the loop of the rollouts, `close`
-        also keeps submitted requests from starting."""
+        """Refuses further requests, cancels the requests under way, and calls the functions of `at_close`. Called in
+        the loop of the rollouts, `close` also keeps submitted requests from starting."""
         self._ended = True
         for future in list(self._under_way):
             future.cancel()

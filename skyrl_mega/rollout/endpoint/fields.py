@@ -124,7 +124,8 @@ def in_order_of_calls(messages: list[Message]) -> list[Message]:
 
 
 def call(id: Any, name: Any, arguments: Any, place: str) -> dict[str, Any]:
-    """Returns a tool call in the form of chat templates, from the arguments as mapping or JSON text."""
+    """Returns a tool call in the form of chat templates, from the arguments as mapping or JSON text. Raises BadRequest,
+    with `place`, if the name or the arguments are invalid."""
     return tool_calls([{"id": id, "function": {"name": name, "arguments": arguments}}], place)[0]
 
 

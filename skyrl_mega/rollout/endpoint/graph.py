@@ -138,12 +138,15 @@ class RequestTree:
         return longest
 
     def add(self, exchange: AgentExchange, request: bytes | None, shown: Message) -> None:
-        """Adds an exchange.
+        """Adds an exchange, for later requests to continue.
 
         Args:
             exchange: The exchange.
             request: `Continuation.digest` of the request; None for a request of tokens, never continued by messages.
             shown: The reply as an assistant message, as the agent sees and will repeat it.
+
+        Raises:
+            Malformed: The `tool_calls` of `shown` are no list of calls.
         """
         self.exchanges.append(exchange)
         if request is not None:

@@ -96,14 +96,14 @@ def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def message(entry: Mapping[str, Any], place: str) -> Message:
-    """Returns a message of a request in the form of chat templates.
+    """Returns a message of a request in the form of chat templates. The role `developer` becomes `system`.
 
     Args:
         entry: The message.
         place: Place of the message in the request, for errors.
 
     Raises:
-        BadRequest: The role is unknown, or the content is not text.
+        BadRequest: The role is unknown, the content is not text, or the tool calls are invalid.
     """
     role = entry.get("role")
     if role not in fields.ROLES:
@@ -155,13 +155,13 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
 
 
 def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns no events: the first chunk needs no head start."""
+    """Returns "": a stream begins with the reply, without events in front."""
     return ""
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns the server-sent events of a whole reply: for each choice a chunk with role, text and calls, and a chunk
-    with the end."""
+    """Returns the server-sent events of a whole reply as text: for each choice a chunk with role, text and calls, and a
+    chunk with the end; then the numbers of tokens if the request asks for them, and `[DONE]`."""
     options = head.body.get("stream_options")
     with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
     frame = _frame(head, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
@@ -193,7 +193,8 @@ def error(error: RequestError, status: int) -> dict[str, Any]:
 
 
 def failure(head: ReplyHead, reason: RequestError, status: int) -> str:
-    """Returns the last event of a failed stream."""
+    """Returns the server-sent event that ends a failed stream, as text. `status` is the HTTP status of a reply without
+    a stream."""
     return event(error(reason, status))
 
 
@@ -203,7 +204,8 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def token_logprobs(tokens: Sequence[int], values: Sequence[float], alternatives: bool) -> list[dict[str, Any]]:
-    """Returns the log-probs of sampled tokens; the only alternative is the sampled token itself."""
+    """Returns the log-probs of sampled tokens in OpenAI's form, an entry for each token. With `alternatives`, each
+    entry lists the sampled token itself as the only alternative."""
     entries: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "bytes": None, "logprob": float(value)}
         for token, value in zip(tokens, values, strict=True)
@@ -212,7 +214,7 @@ def token_logprobs(tokens: Sequence[int], values: Sequence[float], alternatives:
 
 
 def logprobs(head: ReplyHead, reply: PolicyReply) -> dict[str, Any] | None:
-    """Returns the log-probs of a reply's tokens if the request asks for them, else None."""
+    """Returns the log-probs of a reply's tokens in OpenAI's form if the request asks for log-probs, else None."""
     if not head.body.get("logprobs"):
         return None
     alternatives = bool(head.body.get("top_logprobs"))

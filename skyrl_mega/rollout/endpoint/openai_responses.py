@@ -77,7 +77,8 @@ class ResponseHistory:
         return replace(request, messages=fields.in_order_of_calls(messages))
 
     def keep(self, head: ReplyHead, request: ChatRequest, reply: PolicyReply) -> None:
-        """Stores a conversation with its response; `store: false` stores nothing."""
+        """Stores the conversation of a request with its reply, so that a later request can continue the response. With
+        `store: false` in the request, nothing is stored."""
         if head.body.get("store") is False:
             return
         calls = [
@@ -193,7 +194,8 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
 
 
 def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns the first two events; neither needs the reply."""
+    """Returns the first two server-sent events, `response.created` and `response.in_progress`, as text; neither needs
+    the reply."""
     response = _frame(head, "in_progress")
     return _numbered([{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")], 0)
 
@@ -215,7 +217,8 @@ def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
 
 
 def failure(head: ReplyHead, reason: RequestError, status: int) -> str:
-    """Returns the last event of a failed stream."""
+    """Returns the server-sent event that ends a failed stream, as text. `status` is the HTTP status of a reply without
+    a stream."""
     problem = error(reason, status)["error"]
     code = "context_length_exceeded" if isinstance(reason, ContextTooLong) else problem["code"] or "invalid_prompt"
     response = {**_frame(head, "failed"), "error": {"code": code, "message": problem["message"]}}

@@ -57,7 +57,8 @@ class ParsedReply(NamedTuple):
 
 
 def parse_reply(text: str, chat: Renderer, turn: int, *, thinking: bool) -> ParsedReply:
-    """Returns a reply's thoughts, text and tool calls.
+    """Returns a reply's thoughts, text and tool calls. Without an end of the thoughts, the whole reply is thoughts, and
+    text and calls are empty.
 
     Args:
         text: Text of the reply.

@@ -91,7 +91,7 @@ class EndpointSession(Protocol):
     """The requests of one trajectory. The methods run in the event loop of the rollouts."""
 
     async def chat(self, request: ChatRequest) -> list[PolicyReply]:
-        """Answers a chat request with `request.n` replies.
+        """Returns `request.n` replies of the policy to a chat request.
 
         Raises:
             RequestError: The request cannot be answered; the subclass says why.
@@ -101,7 +101,7 @@ class EndpointSession(Protocol):
         """Returns the number of tokens that the policy would read for a chat request. Raises as `chat` does."""
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Continues tokens. Raises as `chat` does."""
+        """Returns a reply of the policy that continues the request's tokens. Raises as `chat` does."""
 
 
 class RequestError(Exception):

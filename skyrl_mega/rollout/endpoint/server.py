@@ -92,7 +92,7 @@ class EndpointServer:
             self._accept(door, listening)
 
     def stop(self) -> None:
-        """Closes all endpoints and waits for the end of the server's thread, at most twice `END_S` seconds."""
+        """Closes all endpoints and ends the server's thread; waits at most twice `END_S` seconds for the thread."""
         with self._lock:
             doors, self._doors = list(self._doors.values()), {}
             thread, self._thread = self._thread, None
@@ -159,5 +159,5 @@ def allow_open_files() -> None:
 
 @lru_cache(maxsize=1)
 def server() -> EndpointServer:
-    """Returns the server of the process."""
+    """Returns the server of the process, always the same object; nothing listens before its first `open`."""
     return EndpointServer()

@@ -139,13 +139,24 @@ class AgentSession:
         self._working, self._working_since = 0, 0.0
 
     async def chat(self, request: ChatRequest) -> list[PolicyReply]:
-        """Answers a chat request with `request.n` replies. Raises as `requests.EndpointSession.chat` does. If
-        the caller is cancelled, the tokens are dropped, unless the same request comes again."""
+        """Answers a chat request with `request.n` replies and adds the exchanges to `tree`. If the caller is cancelled,
+        the tokens are dropped, unless the same request comes again.
+
+        Raises:
+            RequestError: The request cannot be answered: `BadRequest`, `ContextTooLong`, `TurnLimit`, or
+                `SessionEnded`, also after a fault of the run (`failed`).
+        """
         return await self._answer(lambda: self._of_messages(request), request, request.n)
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens that the policy would read for a chat request. Neither counts as a request nor
-        ends at a limit of the trajectory. Raises as `requests.EndpointSession.chat` does."""
+        ends at a limit of the trajectory.
+
+        Raises:
+            RequestError: The context cannot be made (`BadRequest`, `ContextTooLong`), or the session ended
+                (`SessionEnded`).
+            UserError: The chat template leaves out the assistant's words.
+        """
         self._check_open()
         try:
             context = await self._of_messages(request)
@@ -155,7 +166,8 @@ class AgentSession:
         return len(context.between) + (context.parent.length if context.parent else 0)
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Continues tokens. Raises as `chat` does."""
+        """Returns a reply that continues the request's tokens, and adds the exchange to `tree`. Raises as `chat`
+        does."""
         tree, renderer = self.tree, self.renderer
         (reply,) = await self._answer(lambda: contexts.of_tokens(request, tree, renderer), request, 1)
         return reply
@@ -166,7 +178,7 @@ class AgentSession:
 
     async def finish(self) -> None:
         """Ends the session, waits without limit for the engines' answers to all earlier requests, and counts the tokens
-        received by nobody as dropped.
+        of replies that no client received as dropped.
 
         Raises:
             Exception: A fault of the run rather than of the agent, as in `failed`.
@@ -180,7 +192,8 @@ class AgentSession:
             self.failed.result()
 
     def abort(self) -> None:
-        """Ends the session without waiting for the engines, because the trajectory is abandoned."""
+        """Ends the session and cancels its requests under way without waiting for the engines, because the trajectory
+        is abandoned."""
         self.end()
         for task in self._tasks:
             task.cancel()

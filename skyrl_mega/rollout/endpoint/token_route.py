@@ -84,13 +84,13 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
 
 
 def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns no events."""
+    """Returns "": a stream begins with the reply, without events in front."""
     return ""
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
-    """Returns the server-sent events of a reply: a chunk with the whole reply, and a chunk with the numbers of tokens
-    if the request asks for them."""
+    """Returns the server-sent events of a reply as text: a chunk with the whole reply, a chunk with the numbers of
+    tokens if the request asks for them, and `[DONE]`. `replies` has one entry."""
     options = head.body.get("stream_options")
     chunk = {**_frame(head), "choices": [_choice(head, replies[0])], "usage": None, "prompt_token_ids": _prompt(head)}
     stream = event(chunk)
@@ -100,13 +100,19 @@ def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
 
 
 def error(error: RequestError, status: int) -> dict[str, Any]:
-    """Returns the body of a refusal."""
+    """Returns the JSON body of a refused request.
+
+    Args:
+        error: Reason for the refusal.
+        status: HTTP status of the reply.
+    """
     kind = KINDS.get(status, "BadRequestError")
     return {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
 
 
 def failure(head: ReplyHead, reason: RequestError, status: int) -> str:
-    """Returns the last events of a failed stream."""
+    """Returns the server-sent events that end a failed stream, as text. `status` is the HTTP status of a reply without
+    a stream."""
     return event(error(reason, status)) + "data: [DONE]\n\n"
 
 

@@ -33,9 +33,9 @@ class TrajectoryGenerator:
         self.options = options
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the group's trajectories: `group.samples` different branches, each `judged` by the environment.
-
-        Must not block: other groups run in the same event loop. An exception fails the trajectories of this group only.
+        """Returns the group's trajectories: `group.samples` different branches, each `judged` by the environment. Must
+        not block: other groups run in the same event loop. An exception fails the trajectories of this group only.
+        Every generator defines this method; the base class raises NotImplementedError.
 
         Args:
             group: The prompt, and the number of trajectories.

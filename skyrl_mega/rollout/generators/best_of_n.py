@@ -21,8 +21,12 @@ class BestOfN(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Samples at least `group.samples` answers and returns `group.samples`, by rising reward: the lowest half, then
-        the highest half, which has one more if the number is odd."""
+        """Samples `n` answers, at least `group.samples`, and returns `group.samples` of these, sorted by rising reward:
+        the lowest half, then the highest half, which has one more if the number is odd.
+
+        Raises:
+            GeneratorFault: An answer needs more turns or requests than the run allows.
+        """
         n = max(self.options["n"], group.samples)
         answers = await asyncio.gather(*(self._answer(service, i % group.samples) for i in range(n)))
         ranked = sorted(answers, key=lambda answer: answer.reward)

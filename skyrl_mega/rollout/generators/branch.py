@@ -85,7 +85,8 @@ class Branch:
 
     @property
     def tokens(self) -> array[int]:
-        """All tokens of the conversation, as the policy would read them; a new array."""
+        """Tokens of the policy's present context, as the next turn reads them: the latest conversation if the
+        environment replaced earlier ones; a new array."""
         return self._trajectory.context
 
     @property
@@ -107,8 +108,9 @@ class Branch:
 
     @property
     def ended(self) -> bool:
-        """True if the turn in progress is complete: by a stop token or string, or by a limit of the run. False if
-        `max_tokens` of `sample` or `cut` ended the turn, so that `sample` continues the same turn."""
+        """True if the turn in progress is complete: by a stop token or string, or by a limit of the run. False without
+        a turn in progress, and if `max_tokens` of `sample` or `cut` ended the turn, so that `sample` continues the same
+        turn."""
         return self._finish not in (None, OPEN)
 
     @property
@@ -127,7 +129,8 @@ class Branch:
         return self._trajectory.turns
 
     async def sample(self, max_tokens: int | None = None) -> Branch:
-        """Returns this branch with further tokens of the policy: a new turn, or the rest of the turn in progress.
+        """Returns this branch with further tokens of the policy: a new turn, or the rest of the turn in progress. A
+        branch that is `done` is returned as an unchanged copy.
 
         Args:
             max_tokens: Most tokens to sample; None samples to the end of the turn. A turn ended by this limit alone
@@ -151,13 +154,14 @@ class Branch:
     async def step(self) -> Branch:
         """Returns this branch after the environment judged the turn: with the reward, and the observations unless the
         trajectory has ended (`done`). A turn that `max_tokens` or `cut` left open is judged as it is. A failed
-        environment ends the trajectory with a failed status.
+        environment ends the trajectory with a failed status. A branch that is `done` is returned as an unchanged copy.
 
         The first branch to continue takes the environment over. Any further branch gets a new environment, in which the
         earlier turns are repeated.
 
         Raises:
             GeneratorFault: There is no turn to judge, or `generate` has returned.
+            Exception: A fault of the run; do not catch.
         """
         if self._finish is None and not self.done:
             raise GeneratorFault("step: there is no turn to judge; call sample first")
@@ -169,7 +173,8 @@ class Branch:
 
     def tell(self, messages: Sequence[Message]) -> Branch:
         """Returns this branch with messages after the turn in place of the environment's, which does not see the turn.
-        The trajectory ends if a limit of the run ended the turn, or the messages leave no room for another turn.
+        The trajectory ends if a limit of the run ended the turn, the chat template rejects the messages, or the
+        messages leave no room for another turn. A branch that is `done` is returned as an unchanged copy.
 
         Args:
             messages: At least one message, such as `{"role": "user", "content": "Try again."}`.
@@ -188,12 +193,13 @@ class Branch:
 
     def cut(self, tokens: int) -> Branch:
         """Returns this branch with only the first `tokens` tokens of the turn in progress; `sample` continues there.
+        With 0, the turn is removed. A branch that is `done` is returned as an unchanged copy.
 
         Args:
             tokens: Number of tokens to keep, from 0.
 
         Raises:
-            GeneratorFault: There is no turn in progress, or it has fewer tokens.
+            GeneratorFault: There is no turn in progress, or the turn has fewer tokens.
         """
         count = len(self.turn_tokens) if self._finish else 0
         if not self.done and not (self._finish and 0 <= tokens <= count):

@@ -20,7 +20,11 @@ class Branching(TrajectoryGenerator):
     OPTIONS: ClassVar[Mapping[str, Option]] = {"stems": whole(2, "whole answers of each prompt", low=1)}
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the whole answers and the answers with new ends."""
+        """Returns `group.samples` branches: first the whole answers, at most `stems`, then the answers with new ends.
+
+        Raises:
+            GeneratorFault: An answer needs more turns or requests than the run allows.
+        """
         stems = min(self.options["stems"], group.samples)
         roots = await asyncio.gather(*(service.open(i) for i in range(stems)))
         answers = await asyncio.gather(*(root.sample() for root in roots))

@@ -17,7 +17,9 @@ SAMPLED = "sampled_tokens"
 
 
 def trajectories(returned: Any, service: GeneratorService, generator: TrajectoryGenerator) -> list[Trajectory]:
-    """Returns the trajectories of the branches that a generator returned, in order.
+    """Returns the trajectories of the branches that a generator returned, in order, numbered as samples from 0 and with
+    the metric `SAMPLED`. With `shared` = `once`, tokens that an earlier trajectory trains on become context. The
+    branches stay unchanged.
 
     Raises:
         GeneratorFault: The generator returned something else than the wanted number of judged branches.

@@ -98,7 +98,7 @@ class GroupState:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Notes the present task as one that `close` ends.
+        """Lets `close` cancel the present task while the `with` block runs.
 
         Raises:
             GeneratorFault: The group has ended.
@@ -116,8 +116,8 @@ class GroupState:
                 del self._tasks[task]
 
     async def of_run(self, work: Awaitable[Result]) -> Result:
-        """Returns the result of `work`; an exception that is no environment's fault is also kept in `fault`, because
-        code of a generator may catch it."""
+        """Awaits `work` and returns its result; its exception is raised again. An exception that is no environment's
+        fault is also kept in `fault`, because code of a generator may catch it."""
         try:
             return await work
         except EnvironmentFault:

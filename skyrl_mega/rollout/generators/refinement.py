@@ -20,7 +20,11 @@ class Refinement(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns a conversation of three turns for each trajectory."""
+        """Returns a conversation of three turns for each trajectory, `group.samples` branches.
+
+        Raises:
+            GeneratorFault: `rollout.max_turns` is below 3.
+        """
         return await asyncio.gather(*(self._refine(service, sample) for sample in range(group.samples)))
 
     async def _refine(self, service: GeneratorService, sample: int) -> Branch:

@@ -58,7 +58,7 @@ class GeneratorService(GroupState):
 
     async def sample(self, tokens: Sequence[int], max_tokens: int | None = None) -> Completion:
         """Returns the policy's continuation of any tokens: new tokens, their log-probs and weight versions, and the
-        reason for the end. Nothing of it is trained on; `Branch.sample` samples for training.
+        reason for the end. The tokens are not trained on; `Branch.sample` samples for training.
 
         Args:
             tokens: The prompt, such as from `render`; not empty.
@@ -89,11 +89,20 @@ class GeneratorService(GroupState):
         return completion
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Returns the tokens of a conversation, up to the point at which the policy generates."""
+        """Returns the tokens of a conversation, up to the point at which the policy generates; a new list.
+
+        Args:
+            messages: The conversation.
+            tools: Tools offered to the policy, in the format of chat templates.
+
+        Raises:
+            TemplateError: The chat template rejects the messages.
+            TooLong: The text surely has more tokens than a sequence may have.
+        """
         return [*self.agent.first([*messages], tools)]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of a turn's tokens, without the end-of-turn token."""
+        """Returns the text of a turn's tokens, without the end-of-turn token if the last token is one."""
         return self.agent.chat.text(tokens)
 
     def random(self, purpose: str = "") -> Random:
@@ -103,7 +112,8 @@ class GeneratorService(GroupState):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Records the time of the `with` block in the profile of a profiled step (`telemetry.profile.steps`)."""
+        """Records the time of the `with` block under `name` in the profile of a profiled step
+        (`telemetry.profile.steps`); records nothing in other steps, or if the block raises."""
         began = time.perf_counter()
         yield
         if (spans := self.agent.spans()) is not None:

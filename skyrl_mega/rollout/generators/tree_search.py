@@ -24,7 +24,11 @@ class TreeSearch(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns the leaves: `group.samples` trajectories."""
+        """Returns the leaves of the tree: `group.samples` branches.
+
+        Raises:
+            GeneratorFault: The tree needs more turns or requests than the run allows.
+        """
         root = await service.open()
         return await self._grow(root, group.samples, self.options["depth"])
 

@@ -107,7 +107,7 @@ class TrialEnv(BaseTextEnv):
     blocking = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Returns the length as the reward."""
+        """Returns the number of characters of the answer as the reward, and ends the trajectory."""
         return BaseTextEnvStepOutput(observations=[], reward=float(len(action)), done=True, metadata={})
 
 

@@ -74,7 +74,7 @@ class EngineLoad:
         return self.requests < limit and (not self.requests or self.tokens + needed <= self.room)
 
     def add(self, waiting: QueuedRequest, times: int = 1) -> None:
-        """Adds a request to the load, or removes a request with `times=-1`."""
+        """Adds a request's count and tokens to the load, or subtracts both with `times=-1`."""
         self.requests += times
         self.tokens += times * (waiting.tokens + self.sequence_tokens)
 

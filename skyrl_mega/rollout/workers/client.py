@@ -99,7 +99,8 @@ class WorkerClient:
         """The error that ended the session, if any."""
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Runs a trajectory on a worker, from opening to closing the environment; ignores `start`.
+        """Runs a trajectory on a worker, from opening to closing the environment, and returns the trajectory; ignores
+        `start`. Waits, without limit, for a worker that may run the trajectory.
 
         After a crash of the worker, runs the trajectory again. A trajectory that keeps crashing workers is returned
         with a failed status.
@@ -112,7 +113,8 @@ class WorkerClient:
         return trajectory
 
     async def play_group(self, prompt: Prompt, names: Sequence[str], start: Start | None = None) -> list[Trajectory]:
-        """Runs a whole group on a worker, made by `rollout.generator`; otherwise like `play`.
+        """Runs a whole group, made by `rollout.generator`, on a worker and returns its trajectories, one for each of
+        `names`; otherwise like `play`.
 
         Raises:
             NoServingActor, ActorFailed: See `play`.

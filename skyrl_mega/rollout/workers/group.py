@@ -115,9 +115,9 @@ class Workers(SupervisedGroup):
         return -len(self.group) if (isolating or crashed_before) and not self._never else 0
 
     def explain(self, trajectory: CrashHistory) -> None:
-        """Returns to the restart budget the restarts spent on the crashes of a trajectory found to be their cause,
-        except for every `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before, unless all are given
-        up, or after `close`."""
+        """Returns to the restart budget the restarts spent on the crashes of a trajectory that is found to be their
+        cause, except for every `EXPLAINED_PER_RESTART`-th crash. Then restarts given-up workers as far as the budget
+        allows, unless all workers are given up or the group is closed."""
         with self._lock:
             self._refund(trajectory.workers)
             given_up = self.ranks(State.GIVEN_UP)

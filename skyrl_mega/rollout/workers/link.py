@@ -44,7 +44,7 @@ class WorkerLink:
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in all tasks waiting for trajectories on this worker, and forgets these trajectories. `jobs`
-        and `abandoned` stay."""
+        and `abandoned` stay unchanged."""
         for answer in self.waiting.values():
             _raise(answer, error)
         self.waiting.clear()
@@ -56,14 +56,15 @@ class WorkerLink:
 
     def report_crash(self, cause: str) -> None:
         """Raises the worker's crash (`WorkerLost`) in all tasks waiting for trajectories on this worker; the tasks
-        choose another worker. `jobs` and `abandoned` stay."""
+        choose another worker. `jobs` and `abandoned` stay unchanged."""
         received = self.received()
         for key, answer in self.waiting.items():
             _raise(answer, WorkerLost(cause, received=key in received))
         self.waiting.clear()
 
     def answer(self, key: int, trajectory: Trajectory | None) -> None:
-        """Returns a trajectory, or None for an abandoned trajectory, to the task waiting for it, if any."""
+        """Hands a finished trajectory, or None for an abandoned trajectory, to the task waiting for the job `key`. Does
+        nothing if no task waits."""
         answer = self.waiting.pop(key, None)
         if answer is not None and not answer.done():
             answer.set_result(trajectory)

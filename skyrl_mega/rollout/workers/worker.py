@@ -123,16 +123,20 @@ class RolloutWorker:
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
         """Cancels the jobs with these keys (`TrajectoryJob.key`). Each job still ends with an event: `Cancelled`, or
-        another outcome if the job ended first. Keys may arrive before their jobs. Does nothing if the session has
-        ended."""
+        another outcome if the job ended first. Keys may arrive before their jobs. Does nothing if the session has not
+        begun or has ended."""
         if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
         """Replaces the session's view of the engines after a weight sync: the serving engines of the view accept
-        requests again. The view has at least as many actors as before; only engines in `serving` get requests. Ignores
-        a view older than the known one. Raises KeyError after the session's end."""
+        requests again. Only engines in `serving` get requests. Ignores a view older than the known one.
+
+        Raises:
+            KeyError: The session has not begun or has ended.
+            ValueError: The view has fewer actors than the known one.
+        """
         self.sessions[session].rejoin(engines)
 
     async def engines_left(self, session: str, ranks: Sequence[int]) -> None:
@@ -258,7 +262,7 @@ class PhaseSession:
 
     def rejoin(self, engines: EngineView) -> None:
         """Takes over the driver's view after a weight sync and lets its serving engines accept requests again; ignores
-        a view from before the latest known sync."""
+        a view from before the latest known sync. Raises ValueError if the view has fewer actors than before."""
         if engines.syncs < self.engines.syncs:
             return
         self.engines.update(engines)
@@ -329,7 +333,7 @@ class KnownEngines:
         handles by identity.
 
         The view has the actors known before, by rank, and possibly further ones: a restarted engine has another handle
-        in its place, and an engine out of service is only absent from `serving`.
+        at its rank, and an engine out of service is only absent from `serving`.
 
         Raises:
             ValueError: The view has fewer actors.
@@ -349,7 +353,8 @@ class KnownEngines:
             self.report(EngineDead(rank, self.group.actors[rank], cause))
 
     def remove(self, ranks: Sequence[int]) -> None:
-        """Takes leaving engines out of service in this session."""
+        """Takes the engines with these ranks, which are leaving the run, out of service in this session. Ranks out of
+        service already are ignored."""
         self.serving = [rank for rank in self.serving if rank not in ranks]
 
     def check(self) -> None:
