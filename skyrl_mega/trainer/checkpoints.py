@@ -85,7 +85,7 @@ class Checkpoints:
         """Returns the driver's state from a checkpoint's `state.json`, without the sizes and checksums of the files.
 
         Raises:
-            UserError: The checkpoint's state.json cannot be read.
+            UserError: The checkpoint's `state.json` is missing or cannot be read.
         """
         state: dict[str, Any] = read_json(checkpoint / _STATE, "take another checkpoint")
         del state[_FILES], state[_CRCS]
@@ -172,6 +172,9 @@ def describe_resume(folder: Path) -> str:
 
     Args:
         folder: A run's `checkpoints/`.
+
+    Raises:
+        UserError: A checkpoint was written by an earlier version.
     """
     checkpoint = newest_intact(folder)
     if checkpoint is None:
@@ -181,7 +184,8 @@ def describe_resume(folder: Path) -> str:
 
 
 def newest_intact(folder: Path) -> Path | None:
-    """Returns the newest checkpoint in the folder without damage (sizes and checksums agree); None without any."""
+    """Returns the newest checkpoint in the folder without damage (sizes and checksums agree); None without any. Raises
+    UserError if a checkpoint was written by an earlier version."""
     return next((path for path in reversed(checkpoints_in(folder).values()) if _damage(path) is None), None)
 
 

@@ -17,8 +17,9 @@ OLD = "old_values"
 
 
 def values(critic: TrainGroup, minis: Sequence[Samples]) -> Tensor:
-    """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
-    Also sends the mini-batches to the critic's ranks, which keep them with these values as the column `OLD`.
+    """Returns the critic's value of the state before each token of all mini-batches: float32 [T], 0 for tokens with
+    weight 0. Also sends the mini-batches to the critic's ranks, which keep the mini-batches with these values as the
+    column `OLD`.
 
     Raises:
         ActorFailed: A rank failed; the critic's group is ended.
@@ -47,7 +48,7 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
 
 
 def quality(batch: Sequences) -> dict[str, float]:
-    """Measures how well the column `values` predicted the column `returns`, over the tokens of a step with `mask` 1.
+    """Returns how well the column `values` predicted the column `returns`, over the tokens of a step with `mask` 1.
 
         explained_variance = 1 - Var(R - V) / Var(R)
 
@@ -55,7 +56,7 @@ def quality(batch: Sequences) -> dict[str, float]:
 
     Returns:
         `critic/return`, the mean return, and `critic/explained_variance`, left out if all returns are equal; {} without
-            such a token.
+          tokens with `mask` 1.
     """
     counts = batch["mask"] != 0
     returns, errors = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()

@@ -111,13 +111,14 @@ class ElasticEngines:
         self._thread = threading.Thread(target=self._watch, name="elastic-engines", daemon=True)
 
     def start(self) -> None:
-        """Handles requests and nodes once, and starts the thread."""
+        """Handles the present requests and nodes, and starts the thread that does so every `LOOK_EVERY_S` seconds.
+        Errors are printed and logged, not raised."""
         self._look()  # the command finds the state from the first step on
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and waits at most ten times `LOOK_EVERY_S` for the present look. The engines stay, but the
-        command no longer lists them."""
+        """Ends the thread, and waits at most ten times `LOOK_EVERY_S` seconds for the thread's present work. The
+        engines keep running, but the command no longer lists them."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10 * LOOK_EVERY_S)
@@ -277,11 +278,15 @@ def refuse_private_cluster(settings: ElasticConfig) -> None:
 
 @contextmanager
 def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
-    """Lets engines join and leave a run inside the `with` block, by `rollout.elastic`; does nothing with `most` 0.
+    """Lets engines join and leave a run inside the `with` block, by `rollout.elastic`; does nothing with `most` 0. With
+    `autoscale`, also asks Ray's autoscaler for nodes, and withdraws the request after the block.
 
     Args:
         setup: The run's settings, model and device.
         fleet: The engines of the run.
+
+    Raises:
+        UserError: The engines cannot use the model's number format.
     """
     config, settings = setup.config, setup.config.rollout.elastic
     if not settings.most:
@@ -358,8 +363,15 @@ def listed_nodes(resource: str | None, labels: Mapping[str, str]) -> Nodes:
 
 
 def ask_autoscaler(resource: str, engines: int, gpus: int, labels: Mapping[str, str] | None = None) -> None:
-    """Asks Ray's autoscaler for nodes with room for a number of engines; replaces an earlier request, and 0 withdraws
-    it. A cluster without an autoscaler ignores the request. `labels`: Ray labels of these nodes."""
+    """Asks Ray's autoscaler for nodes with room for a number of engines. The request replaces an earlier one. A cluster
+    without an autoscaler ignores the request.
+
+    Args:
+        resource: Ray resource of which each engine needs a unit.
+        engines: Number of engines; 0 withdraws the earlier request.
+        gpus: GPUs of an engine; 0 on CPUs.
+        labels: Ray labels of these nodes; None or {} asks for any nodes.
+    """
     from ray.autoscaler.sdk import request_resources
 
     bundle = {resource: 1.0} | ({"GPU": gpus} if gpus else {})

@@ -95,7 +95,8 @@ class EngineRequest:
         return request
 
     def check(self) -> None:
-        """Raises Malformed if a field has the wrong type or size."""
+        """Raises Malformed if a field has the wrong type or size, or the fields contradict each other, such as a server
+        to add on a node."""
         whole = [self.count, *self.engines]
         texts = [self.id, self.action, self.node, self.endpoint, self.kind, self.sync, self.token_env]
         if any(type(number) is not int or not 0 <= number < MOST_ENGINES * 1000 for number in whole):
@@ -140,8 +141,8 @@ class Inbox:
                 self.answer(request, False, "the request is older than this start of the run; give the command again")
 
     def take(self) -> Iterator[EngineRequest]:
-        """Removes and yields the requests that have arrived, in the order of their names; a request stays until its
-        turn. Other files stay, and are reported once."""
+        """Removes and yields the requests that have arrived, in the order of their names, at most `MOST_FILES`; a
+        request stays until its turn. Files that are no requests stay, and are reported once by `say`."""
         names = sorted(name for name in os.listdir(self.folder) if NAME.fullmatch(name) and name not in self._refused)
         for name in names[:MOST_FILES]:
             try:
@@ -165,11 +166,15 @@ class Inbox:
             del self.answers[next(iter(self.answers))]
 
     def write(self, engines: list[Mapping[str, Any]], most: int) -> None:
-        """Writes the state for the command, if anything changed.
+        """Writes the state to the run's `engines/state.json`, replacing the file, unless nothing changed since the last
+        call.
 
         Args:
             engines: Rank, state and place of every engine.
             most: `rollout.elastic.most`.
+
+        Raises:
+            OSError: The file cannot be written.
         """
         driver = {"host": platform.node(), "pid": os.getpid()}
         state = {"format": FORMAT, "most": most, "driver": driver, "engines": engines, "answers": self.answers}
@@ -240,7 +245,7 @@ def send(run: Path, request: EngineRequest, wait_s: float) -> tuple[bool, str]:
 
 
 def new_id() -> str:
-    """Returns an id for a new request."""
+    """Returns a random id for a new request: sixteen hexadecimal digits."""
     return secrets.token_hex(8)
 
 

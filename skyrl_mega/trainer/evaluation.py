@@ -42,6 +42,7 @@ class Evaluator:
         Raises:
             UserError: The environment of every trajectory failed.
             ActorFailed: An engine refused a request, or no engine is left and none restarts.
+            Exception: `look` or `refill` of the generator raised it.
         """
         if not self.prompts:
             return {}

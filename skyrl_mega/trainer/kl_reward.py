@@ -55,7 +55,7 @@ class KlReward:
         return {} if self.config.target is None else {"kl_coefficient": self.coefficient}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Sets β to the value in a checkpoint's state. Does nothing if β is fixed by the settings, or the state has
-        none."""
+        """Sets β to the value in a checkpoint's state. Does nothing if β is fixed by the settings, or the state
+        contains no β."""
         if self.config.target is not None and "kl_coefficient" in state:
             self.coefficient = state["kl_coefficient"]

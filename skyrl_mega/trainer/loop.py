@@ -39,13 +39,15 @@ from skyrl_mega.trajectories.trajectory import Group
 
 
 def train(run: Run) -> None:
-    """Trains until all steps are done or the prompts are used up. Expects engines with the policy's weights.
+    """Trains until all steps are done or the prompts are used up, after an evaluation at the start if due. Expects
+    engines with the policy's weights.
 
     Raises:
         GracefulStop: SIGUSR1 arrived; the completed steps are in a checkpoint.
         Stopped: Another signal arrived.
         CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+        StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
         ActorFailed, ClusterError: A rank failed, or no engine or rollout worker is left; or arrays were lost.
         UserError: Too many environments failed, or the function of `run.loop` is wrong.
         OSError: A file of the run could not be written.
@@ -81,16 +83,15 @@ def take_step(run: Run, function: StepFunction = one_update) -> None:
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
-    """Trains the policy, and the critic if there is one, on a step's groups.
+    """Trains the policy, and the critic if there is one, on a step's groups, and records the metrics in `step`.
 
     Computes log-probs and values under the present weights and advantages over the whole step, then trains the critic
     and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied.
-    Advantages that follow from rewards alone come first: samples without a gradient then get micro-batches without a
-    backward pass.
+    Advantages that follow from rewards alone come first, so that samples without a gradient take no backward pass. The
+    driver reads tokens, and columns from the ranks, only if the algorithm works on tokens (`needs_tokens`).
 
-    The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
-    algorithm works on tokens (`needs_tokens`). Raises ActorFailed if a rank fails, ClusterError if trajectories are
-    lost, WrongRoutes if routes to replay are missing, and Stopped if the run must end.
+    Raises ActorFailed if a rank fails, ClusterError if trajectories are lost, WrongRoutes if routes to replay are
+    missing, UserError if a function of the user is wrong, and Stopped if the run must end.
     """
     algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)
@@ -140,17 +141,17 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
 
 
 def silent_by_mini_batch(advantages: Advantages, minis: Sequence[Samples], config: Config) -> list[Tensor]:
-    """Returns, for each mini-batch, bool [S]: True for samples with a gradient of exactly 0."""
+    """Returns, for each mini-batch of S samples, a tensor bool [S]: True for samples with a gradient of exactly 0."""
     algorithm, moe = config.algorithm, config.policy.moe
     learning = split(advantages.learning, minis, by_token=False)
     return [silent_samples(mini.counts, part, algorithm, moe) for mini, part in zip(minis, learning, strict=True)]
 
 
 def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
-    """Has the ranks compute old log-probs, and the reference's if there is one, and keep them as columns.
+    """Has the ranks compute old log-probs, and the reference's if there is one, and keep both as columns.
 
-    A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The policy's pass
-    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`.
+    With a single optimizer step, the log-probs of that step are the old log-probs: the policy's pass is then skipped
+    unless the driver needs a column; see `algorithms.old_logprobs`.
 
     Raises:
         ActorFailed: A rank failed.
@@ -213,7 +214,8 @@ def count_training_flops(step: Step, mini: Samples, forward_only: Tensor, *, tra
 
 
 def forward_only_fraction(run: Run, minis: Sequence[Samples], trainable: Sequence[bool]) -> float:
-    """Returns the share of a step's tokens for which an epoch of training computes metrics, but no backward pass."""
+    """Returns the share of a step's tokens, from 0 to 1, for which training computes metrics, but no backward pass; 0
+    without tokens."""
     without = [
         int((mini.lengths[run.policy.forward_only(index)] if trained else mini.lengths).sum())
         for index, (mini, trained) in enumerate(zip(minis, trainable, strict=True))
@@ -229,14 +231,15 @@ def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
 
 
 def split(values: Tensor, minis: Sequence[Samples], *, by_token: bool) -> list[Tensor]:
-    """Splits a step's values, per token [T] or per sample [S], into the values of each mini-batch."""
+    """Splits a step's values, per token [T] or per sample [S], into the values of each mini-batch and returns these in
+    the order of `minis`, as views of `values`."""
     return list(values.split([int(mini.lengths.sum()) if by_token else len(mini.parts) for mini in minis]))
 
 
 def record_updates(
     run: Run, step: Step, updates: list[dict[str, float]], minis: Sequence[Samples], *, adapt: bool
 ) -> None:
-    """Records the metrics of a step's optimizer steps.
+    """Records the metrics of a step's optimizer steps in `step`, and adapts the entropy coefficient of the run.
 
     Args:
         run: The run, with the entropy coefficient to adapt to the measured entropy.

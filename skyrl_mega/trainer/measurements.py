@@ -40,6 +40,9 @@ class Measurements:
         Args:
             step: The step's number.
             discard_earlier: True for the run's first step and after a checkpoint; see `Meters.begin`.
+
+        Raises:
+            ActorFailed: An actor cannot start the trace.
         """
         self.profiler.begin(step)
         self.meters.begin(discard_earlier=discard_earlier)
@@ -49,8 +52,9 @@ class Measurements:
         self.meters.end_phase(phase)
 
     def metrics_of(self, step: Step) -> dict[str, float]:
-        """Waits, at most `meters.ANSWER_TIMEOUT_S`, for the readings of a finished step and returns the metrics
-        `memory/*`, `perf/*`, `drafts/*` with draft tokens, and `environment/slots_used` with a bound on slots."""
+        """Waits, at most `meters.ANSWER_TIMEOUT_S` seconds, for the readings of a finished step and returns the metrics
+        `memory/*`, `perf/*`, `drafts/*` with draft tokens, and `environment/slots_used` with a bound on slots. Missing
+        readings are left out."""
         metrics = self.meters.collect()
         if self.slots is not None:
             metrics["environment/slots_used"] = float(self.slots.read())
@@ -73,6 +77,12 @@ class Measurements:
         return Event("drafts", f"{text} (rollout.drafts.adaptive)", step=step.number, suppressed=share)
 
     def write_recordings(self, step: Step) -> dict[str, float]:
-        """Writes the step's timeline, and the trace if recorded; returns the metrics of both."""
+        """Writes the step's timeline and trace, each if recorded, and returns the metrics of both; {} without
+        recordings.
+
+        Raises:
+            ActorFailed: An actor cannot end the trace.
+            OSError: A file cannot be written.
+        """
         idle = self.timelines.end(step) if self.timelines else {}
         return idle | self.profiler.end(step)

@@ -44,11 +44,11 @@ class Meters:
     """(phase, role, calls) of the current step."""
 
     def begin(self, *, discard_earlier: bool) -> None:
-        """Begins a step: drops readings not collected.
+        """Begins a step: drops the readings of an earlier step not collected. Does not wait for the actors.
 
         Args:
-            discard_earlier: Has the actors reset their meters, so that work outside of any step, such as a checkpoint,
-                does not count. Does not wait for the actors.
+            discard_earlier: True to have the actors reset their meters, so that work outside of any step, such as a
+                checkpoint, does not count.
         """
         self._pending.clear()
         if discard_earlier:
@@ -70,7 +70,8 @@ class Meters:
 
     def collect(self) -> dict[str, float]:
         """Waits up to `ANSWER_TIMEOUT_S` seconds for the step's readings and returns the metrics `memory/*`: maxima
-        over the actors of a role in GiB, and sums over the phases (`SUMS`). Also sets `steps`.
+        over the actors of a role in GiB, and sums over the phases (`SUMS`); with draft tokens also `drafts/*`. Also
+        sets `steps`.
 
         Dead or hanging actors are skipped; the next call to such an actor will raise.
         """
@@ -108,7 +109,7 @@ class Meters:
 
 
 def draft_metrics(engines: Sequence[Drafts]) -> dict[str, float]:
-    """Returns the metrics `drafts/*` of a step from the counts of its engines; {} without a token."""
+    """Returns the metrics `drafts/*` of a step from the counts of its engines; {} if the engines wrote no token."""
     total = Counter[str]()
     for counts in engines:
         total.update(asdict(counts))

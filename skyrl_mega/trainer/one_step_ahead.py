@@ -70,7 +70,8 @@ class OneStepAhead:
         Raises:
             ActorFailed: An engine or a rollout worker failed, and none restarts.
             StaleTooFar: A token is older than allowed.
-            Exception: `look` raised it.
+            UserError: Every environment failed, or a reward named by the settings is missing.
+            Exception: `look` or `refill` raised it.
         """
         self._drop_before(step.number)
         if step.number not in self.batches:
@@ -89,8 +90,8 @@ class OneStepAhead:
         return groups
 
     def before_sync(self, step: Step) -> None:
-        """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if none
-        is in generation."""
+        """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if no
+        batch is in generation. Raises as `next_groups` does."""
         if step.number + 1 in self.batches:
             with step.phase("generate") as progress:
                 self._wait(step.number + 1, progress)
@@ -146,12 +147,15 @@ class OneStepAhead:
         saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
-        """Restores the batches saved in a checkpoint.
+        """Restores the batches saved in a checkpoint, and returns a line about the restored or discarded batches; empty
+        if nothing was saved.
 
-        Returns a line about the restored or discarded batches; empty if nothing was saved.
+        Args:
+            folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: A file cannot be read.
+            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
+                saved run's.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.source.prompts)
         if not isinstance(saved, tuple):
@@ -171,7 +175,8 @@ class OneStepAhead:
         return f"restored the groups generated ahead for step {steps}" if steps else ""
 
     def close(self) -> None:
-        """Abandons the batch in generation and waits for the end of the thread."""
+        """Abandons the batch in generation and waits, without limit, for the end of the thread, which checks twice a
+        second."""
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 

@@ -64,40 +64,44 @@ class TrialPlan:
         return self.step.number
 
     def generate(self) -> list[Group]:
-        """Returns a group of each of two prompts."""
+        """Returns a group of each of two prompts; [] with `empty`. Raises PlanFault if generation is not allowed at
+        this point of the step."""
         self._order.generate()
         groups = [] if self.empty else [_group(i, self.config.data.samples_per_prompt) for i in range(2)]
         self.step.trajectories += [t for group in groups for t in group.trajectories]
         return self._order.hand_out(groups)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Checks the order, and that the value is a list of groups; the list may be empty."""
+        """Notes a training on groups; trains nothing. The list of groups may be empty. Raises PlanFault if training is
+        not allowed at this point of the step, or the value is no list of groups of this trial."""
         self._order.train(groups)
         self._order.recorded = True
 
     def sync(self) -> None:
-        """Checks the order."""
+        """Notes a weight sync; syncs nothing. Raises PlanFault if a sync is not allowed at this point of the step."""
         self._order.sync()
 
     def evaluate(self) -> None:
-        """Checks the order."""
+        """Notes an evaluation, and a weight sync before it if the policy was trained since the last sync; evaluates
+        nothing. Raises PlanFault if a sync is not allowed at this point."""
         self._order.recorded = True
         self.sync_if_trained()
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Checks that the metrics are numbers by name."""
+        """Adds metrics to those of `step`. Raises PlanFault unless the metrics are numbers by name."""
         self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
-        """Checks the order."""
+        """Notes a weight sync if the policy was trained since the last sync; else does nothing. Raises PlanFault as
+        `sync` does."""
         if self._order.stale:
             self.sync()
 
 
 def check(config: Config) -> None:
     """Calls the function of `run.loop` for a few steps with stand-ins. Does nothing without the setting. A function
-    that uses `plan.run` is tried up to there only. The trial has a module of its own: what the function puts into
-    variables of the module is not seen by the run.
+    that uses `plan.run` is tried only up to that use. The function's module is imported for the trial alone: variables
+    that the function sets in its module do not reach the run.
 
     Raises:
         UserError: The function cannot be imported, raises, does not end, names a part that does not exist, calls the

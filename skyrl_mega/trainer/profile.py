@@ -49,11 +49,11 @@ class Profiler:
         self.zero = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps. A failing
-        engine is only missing in the trace.
+        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps. An engine that
+        fails to record is only missing in the trace.
 
         Raises:
-            ActorFailed: A policy rank did not start within `START_S`.
+            ActorFailed: A policy rank failed, or did not start within `START_S` seconds.
         """
         if step not in self.config.steps:
             return
@@ -63,14 +63,14 @@ class Profiler:
         self.generator.spans = []
 
     def end(self, step: Step) -> dict[str, float]:
-        """Stops recording after a recorded step and writes the trace `step_<number>.json.gz` into the run's folder,
-        replacing an earlier one; does nothing after other steps.
+        """Stops recording after a recorded step, writes the trace `profile/step_<number>.json.gz` into the run's
+        folder, replacing an earlier one, and prints its path; does nothing after other steps.
 
         Returns:
             On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks; else {}.
 
         Raises:
-            ActorFailed: A policy rank failed, or did not write its part within `WRITE_S`.
+            ActorFailed: A policy rank failed, or did not write its part within `WRITE_S` seconds.
             OSError: The trace could not be written.
         """
         if step.number not in self.config.steps or self.generator.spans is None:

@@ -20,12 +20,16 @@ class Records:
         self._writing: Future[None] | None = None
 
     def write(self, file: Path, trajectories: list[Trajectory], *, columns: bool) -> None:
-        """Starts writing a file; see `parquet.write_apart`. Waits for the previous file, so that no more than one
-        step's trajectories are kept.
+        """Starts writing a trajectory file in the background (see `parquet.write_apart`) and returns. Waits first for
+        the previous file, so that no more than one step's trajectories are kept.
+
+        Args:
+            file: Path of the file.
+            trajectories: The trajectories; must not change until the file is complete.
+            columns: True to write all columns of the tokens, too.
 
         Raises:
-            ClusterError: See `wait`.
-            OSError: See `wait`.
+            ClusterError, OSError: The previous file could not be written; see `wait`.
         """
         self.wait()
         self._writing = self._thread.submit(parquet.write_apart, file, trajectories, columns=columns)
@@ -42,7 +46,8 @@ class Records:
             writing.result()
 
     def close(self) -> None:
-        """Waits for the file and ends the thread. An error is only logged, as a fault may already end the run."""
+        """Waits, without limit, for the last file and ends the thread. An error is only logged, as a fault may already
+        end the run."""
         self._thread.shutdown()
         if self._writing is not None and (error := self._writing.exception()):
             log.warning("the last trajectory file was not written: %s", error)

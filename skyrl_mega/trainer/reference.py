@@ -20,8 +20,8 @@ class ReferenceModel:
     """Separate ranks of the reference; None on the policy's ranks."""
 
     def keep_logprobs(self, minis: Sequence[Samples], *, temperature: float) -> None:
-        """Computes the reference's log-probs of the mini-batches and stores them on the policy's ranks as the column
-        `COLUMN`.
+        """Computes the reference's log-probs of the mini-batches and stores the log-probs on the policy's ranks as the
+        column `COLUMN`.
 
         Args:
             minis: The mini-batches currently on the policy's ranks.

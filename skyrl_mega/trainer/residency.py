@@ -91,11 +91,14 @@ class Residency:
 
     @contextmanager
     def free_for_engine(self, engine: int) -> Iterator[None]:
-        """Frees GPU memory for the restart of an engine inside the `with` block (`Fleet.make_room`).
+        """Frees GPU memory for the restart of the engine with this rank inside the `with` block (`Fleet.make_room`).
+        One engine at a time: a second call waits for the first block.
 
         In phases with whole engines the memory is free already. In any other phase the training loop waits for this
-        engine, so the policy's parts may be offloaded. The parts return afterwards, also if the start fails. Raises
-        ActorFailed if a rank fails to move its parts.
+        engine, so the policy's parts may be offloaded. The parts return afterwards, also if the start fails.
+
+        Raises:
+            ActorFailed: A rank failed to move its parts.
         """
         on_devices = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
         leaves = on_devices - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices

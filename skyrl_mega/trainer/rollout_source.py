@@ -37,6 +37,7 @@ class RolloutSource:
         Raises:
             ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
             UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
+            Exception: `look` or `refill` of the generator raised it.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
@@ -67,12 +68,16 @@ class RolloutSource:
         """Does nothing: each generated group was already trained on."""
 
     def restore(self, folder: Path) -> str:
-        """Discards trajectories generated ahead in another mode; the prompts are sampled again first.
+        """Restores the position in the data from a checkpoint, and discards trajectories generated ahead in another
+        mode; their prompts are sampled again first. Returns a line about the discarded trajectories; empty if none were
+        saved.
 
-        Returns a line about the discarded trajectories; empty if nothing was saved.
+        Args:
+            folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: The saved state cannot be read.
+            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
+                saved run's.
         """
         kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""

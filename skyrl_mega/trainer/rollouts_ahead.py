@@ -19,11 +19,19 @@ class Rollouts(Protocol):
     """Supplies groups of trajectories, step by step."""
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Returns the groups for a step's training. Adds all sampled trajectories, and metrics, to `step`."""
+        """Returns the groups for a step's training, after generating or waiting; [] if too few prompts are left. Adds
+        all sampled trajectories, and metrics, to `step`.
+
+        Raises:
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
+            Stopped: The run must end.
+        """
 
     def before_sync(self, step: Step) -> None:
-        """Prepares for a sync of the step's weights, or for an evaluation. Rollouts that must not see new weights are
-        waited for."""
+        """Prepares for a sync of the step's weights, or for an evaluation: waits for rollouts that must not see new
+        weights. Raises as `next_groups` does."""
 
     def synced(self, version: int) -> None:
         """Records that all working engines now run weights `version`. To be called after every sync, also outside of a
@@ -34,17 +42,26 @@ class Rollouts(Protocol):
         ahead."""
 
     def save(self, folder: Path, done: int) -> None:
-        """Writes trajectories not yet trained on by steps up to `done`, and the position in the data, into a
-        checkpoint."""
+        """Writes trajectories not yet trained on by steps up to number `done`, and the position in the data, into a
+        checkpoint's `folder`, which must exist.
+
+        Raises:
+            ActorFailed: A rollout worker could not write its turns.
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            OSError: A file could not be written.
+        """
 
     def restore(self, folder: Path) -> str:
-        """Restores trajectories saved by `save`, in any mode.
+        """Restores trajectories saved by `save`, in any mode, and returns a line about the restored or discarded
+        groups, with the reason; empty if nothing was saved.
 
-        Returns a line about the restored or discarded groups, with the reason; empty if nothing was saved.
+        Raises:
+            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
+                saved run's.
         """
 
     def close(self) -> None:
-        """Stops all generation."""
+        """Stops all generation; a second call does nothing."""
 
 
 class StaleTooFar(RuntimeError):

@@ -134,7 +134,7 @@ class Run:
 
     def next_step(self) -> Step:
         """Begins the next step: reports its number to the supervisor, starts the measurements and returns the `Step`.
-        The run counts the step only in `complete`."""
+        The run counts the step only in `complete`. Raises ActorFailed if an actor cannot start a trace."""
         channel.at_step(self.step + 1)
         self.stream_state = self.stream.state()
         self.measurements.begin(
@@ -156,8 +156,9 @@ class Run:
         prints the health findings. Does not save a checkpoint.
 
         Raises:
+            ActorFailed: A policy rank could not write its part of a trace.
             ClusterError: The trajectories' arrays are lost, or writing took too long.
-            OSError: The trajectory file could not be written.
+            OSError: The trajectory file, the timeline or the trace could not be written.
         """
         self.checkpoint_metrics = {}
         self.records.wait()
@@ -187,8 +188,9 @@ class Run:
             self.console.say(line)
 
     def end_if_engine_differs(self, step: Step) -> None:
-        """Raises an error, which ends the run, if the engine's log-probs are too far from the policy's. Before that,
-        writes the step's row; the updated weights are neither synced nor saved.
+        """Raises an error, which ends the run, if the engine's log-probs are too far from the policy's. Before the
+        error, completes the step (`complete`), so that its row is written; the updated weights are neither synced nor
+        saved.
 
         Raises:
             EngineDiffers: The difference exceeds a stop bound of `health.mismatch`.
@@ -200,11 +202,12 @@ class Run:
             raise
 
     def record_rollouts(self, step: Step) -> None:
-        """Records metrics of the step's trajectories, sends the trajectories to trackers, and starts to write them to
-        disk; `complete` waits for the file.
+        """Records metrics of the step's trajectories, sends the trajectories to trackers, and starts to write the
+        trajectories to disk, both every `telemetry.trajectories_every` steps; `complete` waits for the file.
 
         Raises:
             UserError: All environments failed, or more than the share `environment.max_failed`.
+            ClusterError, OSError: The trajectories' arrays are lost, or a file could not be written.
         """
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
@@ -223,11 +226,13 @@ class Run:
             raise
 
     def evaluate(self, step: Step) -> None:
-        """Scores the evaluation prompts under the engines' weights and records the scores in `step`.
+        """Scores the evaluation prompts under the engines' weights and records the scores in `step`, `first_evaluation`
+        (if empty) and `last_evaluation`.
 
         Raises:
             UserError: The environment of every trajectory failed.
             ActorFailed: An engine refused a request, or no engine is left and none restarts.
+            Stopped: The run must end.
         """
         self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
@@ -322,11 +327,13 @@ class Run:
 
     def restore(self) -> bool:
         """Loads models and state of the newest intact checkpoint and returns True. Returns False and changes nothing if
-        there is none or `checkpoint.resume` is off.
+        there is no checkpoint or `checkpoint.resume` is off. A checkpoint that a rank finds damaged is skipped for the
+        next older one.
 
         Raises:
-            UserError: All checkpoints are damaged, the newest was written by an earlier version, or the checkpoint
-                lacks a model that the settings train.
+            UserError: All checkpoints are damaged, the newest was written by an earlier version, the checkpoint lacks a
+                model that the settings train, or its data or seed differs.
+            ActorFailed: A rank failed.
         """
         while (newest := self.checkpoints.newest() if self.config.checkpoint.resume else None) is not None:
             try:

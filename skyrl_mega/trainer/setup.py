@@ -76,8 +76,9 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines, and
-    yields the run. Ends all with the block or an error: UserError, ActorFailed or ClusterError if a part fails."""
+    """Starts a run's processes, restores the newest checkpoint or runs a configured SFT warm-up, syncs the engines and
+    yields the run; ends everything with the block. Raises UserError if a setting or file is unusable, ActorFailed or
+    ClusterError if a process or node fails, OSError if a file cannot be written."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     config = with_absolute_files(config)
     logs = folder / "logs"
@@ -137,7 +138,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
 
 def with_absolute_files(config: Config) -> Config:
-    """Returns the settings with absolute paths of the user's files, for processes that start in another folder."""
+    """Returns the settings with absolute paths of the user's files, for processes that start in another folder. Raises
+    UserError if an environment's class cannot be imported."""
     return replace(
         config,
         environment=with_absolute_paths(config.environment),
@@ -164,12 +166,12 @@ def weight_sync(setup: Setup, policy: TrainGroup, fleet: Fleet) -> WeightSync:
 
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
-    """Starts policy, reference, critic, engines and rollout workers; records the nodes as an event, and prints the
-    ranks on each node unless all are on one node without GPUs. From then on engines may join and leave
-    (`rollout.elastic`).
+    """Starts policy, reference, critic, engines and rollout workers, and returns the actors and the rollout workers.
+    Records the nodes as an event, and prints the ranks on each node unless all are on one node without GPUs. From then
+    on engines may join and leave (`rollout.elastic`).
 
-    The rollout workers are None if trajectories run in threads of the driver. Everything ends with `setup.stack`, also
-    after an error here. For the errors see `open_run`.
+    The rollout workers are None if trajectories run in threads of the driver. All processes end with `setup.stack`,
+    also after an error here. For the errors see `open_run`.
     """
     with setup.stages.phase("start engines and policy"):
         placement = reserve_run(setup.config, setup.device)
@@ -237,6 +239,9 @@ def rollouts_of(
         stack: Closes everything started here.
         look: Raises an exception if the run must end.
         refill: Restores service after all engines failed.
+
+    Raises:
+        UserError: The generator of `rollout.generator` cannot be imported or created.
     """
     config, generator = source.config, source.generator
     if config.asynchrony.mode == "off":
@@ -269,7 +274,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
 
 def stream_of(config: Config, prompts: int) -> PromptStream:
     """Returns the stream of indices of training prompts, from the start of the data. Reads the data files, for a
-    fingerprint.
+    fingerprint. Raises OSError if a data file cannot be read.
 
     Args:
         config: The settings: batch, seed, shuffling, epochs and data files.
@@ -286,8 +291,8 @@ def stream_of(config: Config, prompts: int) -> PromptStream:
 
 
 def sft_warmup(run: Run, chat: Renderer) -> None:
-    """Runs the supervised warm-up and, unless `checkpoint.every` is 0, saves a checkpoint, so a resumed run does not
-    repeat the warm-up. Prints the last loss.
+    """Runs the supervised warm-up of the policy, prints the last loss and, unless `checkpoint.every` is 0, saves a
+    checkpoint, so that a resumed run does not repeat the warm-up.
 
     A critic without a separate path starts from the policy's weights after the warm-up.
 

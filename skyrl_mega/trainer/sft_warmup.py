@@ -24,10 +24,10 @@ from skyrl_mega.trajectories.sequences import Sequences, flat
 def encode(
     demonstrations: list[Demonstration], chat: Renderer, environments: EnvironmentConfig | None = None
 ) -> Sequences:
-    """Tokenizes demonstrations exactly as a rollout would.
+    """Tokenizes demonstrations exactly as a rollout would, and returns the sequences in the same order.
 
-    The column `mask` is 1 on the learned tokens: assistant messages with tool calls and end token; 0 on prompts and on
-    environment messages between turns.
+    The column `mask` (float32) is 1 on the learned tokens: assistant messages with tool calls and end token; 0 on
+    prompts and on environment messages between turns.
 
     Args:
         demonstrations: The demonstrations.
@@ -35,7 +35,8 @@ def encode(
         environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
 
     Raises:
-        UserError: The chat template rejects a demonstration or does not write its tool calls, or a text is too long.
+        UserError: The chat template rejects a demonstration or does not write its tool calls, a text is too long, or an
+            environment's class cannot be used.
     """
     config = environments or EnvironmentConfig()
     names = {d.env_class or config.default_name or "" for d in demonstrations}
@@ -65,16 +66,13 @@ def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, 
 
 def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
     """Trains the policy by `warmup.steps` optimizer steps of cross-entropy with the optimizer settings of `warmup`,
-    then resets the optimizer for RL.
+    resets the optimizer for RL, and returns the last step's loss in nats per token; NaN with `warmup.steps` 0.
 
     Args:
         policy: The policy's ranks.
         demonstrations: Result of `encode`.
         config: The settings.
         progress: Called with the number of steps done after each step.
-
-    Returns:
-        The last step's loss in nats per token; NaN with `warmup.steps` 0.
 
     Raises:
         ActorFailed: A rank failed.

@@ -46,7 +46,8 @@ class ShutdownRequest:
         self._finishing = False
 
     def raise_if_requested(self) -> None:
-        """Raises Stopped for an immediate end, or GracefulStop for a graceful end outside of `finish`."""
+        """Raises Stopped after a request for an immediate end, or GracefulStop after a request for a graceful end,
+        except inside `finish`. Does nothing without a request."""
         asked = self._asked()
         if asked is StopRequest.NOW:
             raise Stopped
@@ -61,7 +62,8 @@ class ShutdownRequest:
     @contextmanager
     def defer(self) -> Iterator[None]:
         """Delays a graceful end until after the body of the `with` block: GracefulStop is raised before or after the
-        body, never inside. An immediate end (Stopped) still interrupts."""
+        body, never inside. After a request for an immediate end, `raise_if_requested` raises Stopped inside the body,
+        too."""
         self.raise_if_requested()
         with self.finish():
             yield
@@ -69,8 +71,8 @@ class ShutdownRequest:
 
     @contextmanager
     def finish(self) -> Iterator[None]:
-        """Ignores a request for a graceful end inside the `with` block, and raises nothing after the block. An
-        immediate end (Stopped) still interrupts."""
+        """Ignores a request for a graceful end inside the `with` block, and raises nothing after the block. After a
+        request for an immediate end, `raise_if_requested` raises Stopped inside the block, too."""
         self._finishing = True
         try:
             yield

@@ -89,14 +89,15 @@ class Actors(NamedTuple):
 
 
 def start_actors(setup: Setup, placement: Reservations) -> Actors:
-    """Starts policy, reference and critic with weights, and the engines, in parallel. `setup.stack` ends all of them,
-    also after an error here.
+    """Starts policy, reference and critic with weights, and the engines, in parallel, and returns them. `setup.stack`
+    ends all actors, also after an error here.
 
     On shared GPUs the engines start first: vLLM measures the free memory, and no other process may allocate meanwhile.
 
     Raises:
         UserError: vLLM rejects the settings, a layout does not fit, or a model's directory is invalid.
         ActorFailed, ActorTimeout: An actor failed, or did not start within `setup.timeout_s`.
+        ClusterError: Ray could not place an actor in time.
     """
     config = setup.config
     layout, rollout = config.policy.layout, config.rollout
@@ -156,9 +157,7 @@ def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
     """Starts the actors of a Megatron model and returns the group, by rank. The actors are not connected and have no
-    weights.
-
-    `setup.stack` ends the group; after a failure here no actor is left.
+    weights. `setup.stack` ends the group; after a failure here no actor is left.
 
     Args:
         setup: The run's settings, model and device.
@@ -245,15 +244,19 @@ def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: Layout
 
 
 def load_weights(setup: Setup, model: TrainGroup, path: Path) -> None:
-    """Loads the weights of the Hugging Face directory `path` into all ranks of a model, each rank its shard."""
+    """Loads the weights of the Hugging Face directory `path` into all ranks of a model, each rank its shard.
+
+    Raises:
+        UserError: The directory is invalid or belongs to another model.
+        ActorFailed, ActorTimeout: A rank failed, or did not answer in time.
+    """
     with setup.stages.stage(model.group.name, "load weights", len(model.group)) as waiting:
         model.load(path, waiting)
 
 
 def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
-    """Starts the reference model for KL, with weights of `reference.path`, or of the policy's initial model.
-
-    Returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
+    """Starts the reference model for KL, with weights of `reference.path` or of the policy's initial model, and returns
+    it; returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
 
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.
@@ -275,8 +278,8 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
 
 
 def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None:
-    """Starts the critic with the weights of `critic.path`, or of the run's model; returns None if advantages need no
-    critic.
+    """Starts the critic with the weights of `critic.path`, or of the run's model, and returns its ranks; returns None
+    if advantages need no critic.
 
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.
@@ -304,6 +307,9 @@ def engine_spec(setup: Setup, weights: str = "dummy") -> EngineSpec:
     Args:
         setup: The run's settings, model and device.
         weights: `dummy` starts with random weights, `auto` loads the model directory.
+
+    Raises:
+        UserError: The model's directory has an unsupported quantisation.
     """
     config = setup.config
     return EngineSpec(
@@ -325,8 +331,8 @@ def engine_spec(setup: Setup, weights: str = "dummy") -> EngineSpec:
 
 
 def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
-    """Starts the vLLM engines and returns the fleet, with all engines up. `setup.stack` ends the engines, also after a
-    failure here.
+    """Starts the vLLM engines, connects the servers of `rollout.endpoints` (only with `dummy` weights), and returns the
+    fleet, with all engines up. `setup.stack` ends the engines, also after a failure here.
 
     Args:
         setup: The run's settings, model and device.
@@ -335,8 +341,8 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
             engines load the model directory.
 
     Raises:
-        UserError: vLLM rejects the settings.
-        ActorFailed: An engine failed to start.
+        UserError: vLLM rejects the settings, or a server does not fit the run.
+        ActorFailed: An engine failed to start, or a server failed.
         ActorTimeout: The processes did not start, or did not load the model, within `setup.timeout_s` each.
     """
     config, spec = setup.config, engine_spec(setup, weights)
@@ -364,8 +370,8 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
 
 
 def reach_servers(setup: Setup, group: ActorGroup, servers: Sequence[ExternalSpec]) -> list[Facts]:
-    """Adds an actor to the engines for each server of `rollout.endpoints`; waits until the servers answer, and returns
-    their facts.
+    """Adds an actor for each server of `rollout.endpoints` to the group of engines, waits until the servers answer, and
+    returns their facts in the order of `servers`; [] without servers.
 
     Raises:
         UserError: A server does not fit the run.

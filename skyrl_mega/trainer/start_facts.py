@@ -74,7 +74,8 @@ def host_of(location: Location) -> str:
 
 
 def algorithm(config: Config) -> str:
-    """Returns advantage, loss, KL term and asynchrony as text."""
+    """Returns advantage and loss, and the KL coefficient, dynamic sampling and asynchrony if used, as a text in one
+    line."""
     a = config.algorithm
     parts = [f"{a.advantage} with loss {a.loss}"]
     parts += [f"KL coefficient {a.kl.coefficient:g}"] if a.kl.coefficient else []

@@ -45,12 +45,14 @@ class Step:
         """Times the body of the `with` block as metric `time/<name>` in seconds, and yields the progress display. Times
         of repeated phases add up. A body that raises adds nothing.
 
-        Before the phase starts, `prepare` moves model parts. Raises the exception of `raise_if_ending` if the run must
-        end.
+        Before the phase starts, `prepare` moves model parts.
 
         Args:
             name: Name of the phase.
             total: Number of items, for the progress display; None if unknown.
+
+        Raises:
+            Exception: `raise_if_ending` or `prepare` raised it, before the body.
         """
         self.raise_if_ending()
         start = time.perf_counter()

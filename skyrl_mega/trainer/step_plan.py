@@ -61,19 +61,21 @@ class StepPlan:
 
     def generate(self) -> list[Group]:
         """Generates groups for `data.prompts_per_step` further prompts and returns the groups; fewer or none at the end
-        of the data, or if dynamic sampling finds no signal. A requested end of the run abandons the step here.
+        of the data, or if dynamic sampling finds no signal.
 
         Raises:
             PlanFault: The step has trained or evaluated, has its groups and `asynchrony.mode` is `one_step`, or called
                 `generate` so often that it probably never ends.
             ActorFailed, UserError: See `Rollouts.next_groups`.
+            Stopped: The run must end; the step is abandoned.
         """
         self._order.generate()
         return self._order.hand_out(self.run.rollouts.next_groups(self.step))
 
     def train(self, groups: Sequence[Group]) -> None:
         """Trains policy and critic on groups: log-probs, advantages over all of these groups, optimizer steps by
-        `data.mini_batch_prompts`. Does nothing without groups. The metrics of a second call replace those of the first.
+        `data.mini_batch_prompts`. Without groups trains nothing. Records the step's trajectories first, unless recorded
+        already. The metrics of a second call replace those of the first.
 
         Raises:
             PlanFault: The value is no list of different groups that `generate` of this run returned, nothing was
@@ -102,7 +104,8 @@ class StepPlan:
             self.run.rollouts.synced(self.number)
 
     def evaluate(self) -> None:
-        """Syncs if needed, and scores the evaluation prompts: `eval/…`. Without this call `evaluation.every` decides.
+        """Syncs if needed, and scores the evaluation prompts: records `eval/…`. Without this call, `evaluation.every`
+        decides if the step is evaluated.
 
         Raises:
             PlanFault: Nothing was generated in this step.
@@ -119,7 +122,7 @@ class StepPlan:
         self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
-        """Syncs unless the engines have the policy's weights; raises as `sync`."""
+        """Syncs unless the engines have the policy's weights of this step; raises as `sync` does."""
         if self._order.stale:
             self.sync()
 
@@ -174,7 +177,7 @@ class PartOrder:
         return self.trained and not self.synced
 
     def generate(self) -> None:
-        """Notes a call of `generate`; raises PlanFault if it is not allowed now."""
+        """Counts a call of `generate`. Raises PlanFault if the call is not allowed now."""
         if self.recorded:
             raise PlanFault("generate comes after train or evaluate; a step's groups are of one policy: generate first")
         if self.generated and self.config.asynchrony.mode == "one_step":
@@ -189,13 +192,14 @@ class PartOrder:
         self.generated += 1
 
     def hand_out(self, groups: list[Group]) -> list[Group]:
-        """Notes groups as the run's, and returns the groups."""
+        """Notes groups as returned by `generate` of this run, for the check in `train`, and returns the groups."""
         self.empty = 0 if groups else self.empty + 1
         self.handed_out.update({id(group): group for group in groups})
         return groups
 
     def train(self, groups: object) -> None:
-        """Notes a call of `train`; raises PlanFault if it is not allowed now, or not with this value."""
+        """Notes a call of `train` with the value `groups`. Raises PlanFault if the call is not allowed now, or the
+        value is no list of different groups that this run handed out."""
         if not isinstance(groups, list | tuple):
             raise PlanFault(f"train is given {type(groups).__name__}; allowed is a list of groups from generate")
         if not self.generated:
@@ -214,7 +218,8 @@ class PartOrder:
         self.trained = self.trained or bool(groups)
 
     def sync(self) -> bool:
-        """Notes a call of `sync`, and returns True if there is something to send; raises PlanFault for a second."""
+        """Notes a call of `sync`, and returns True if the step has trained, so that weights must be sent. Raises
+        PlanFault if the engines already have weights of this step."""
         if self.synced:
             raise PlanFault("sync is called twice; engines get one version of the weights in a step: sync once")
         self.synced = self.trained
@@ -235,7 +240,7 @@ StepFunction = Callable[[StepPlan], object]
 
 
 def one_update(plan: StepPlan) -> None:
-    """The built-in step: generate, train, sync."""
+    """Runs the built-in step: generate, train, sync. Raises as `StepPlan.generate`, `train` and `sync` do."""
     plan.train(plan.generate())
 
 

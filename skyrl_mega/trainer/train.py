@@ -21,11 +21,12 @@ def train(config: Config, folder: Path, console: Console) -> None:
     leads to a restart: any other early fault would repeat. Missing nodes and all other errors never lead to a restart.
 
     Raises:
-        UserError: A fault of the inputs appeared only after reading data and model.
+        UserError: A fault of the inputs appeared only after reading data and model, or an existing file or folder must
+            not be replaced.
         ActorFailed, ClusterError: An actor died, raised or did not answer, or missing nodes did not join. Names the
             root cause.
         Stopped: A signal arrived.
-        CannotLearn, EngineDiffers, OSError: See `loop.train`.
+        CannotLearn, EngineDiffers, StaleTooFar, OSError: See `loop.train`.
     """
     from skyrl_mega.cluster.atomic_output import refuse_folder
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, fault_event
@@ -65,8 +66,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 def finish(run: Run) -> None:
     """Runs the remaining steps, exports the model to `<run folder>/model` with `checkpoint.export`, writes the report
-    page and prints the summary. An engine failure during the export is only printed; for other errors see
-    `loop.train`."""
+    page and prints the summary. An engine failure before the export is only printed. Raises ActorFailed or OSError if
+    the export fails; for other errors see `loop.train`."""
     from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop

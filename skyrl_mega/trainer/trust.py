@@ -33,9 +33,9 @@ PROMPTS, PROMPT, TOKENS = 4, 8, 12
 NOISE = 1e-6
 """Smallest numerical difference of log-probs assumed between a server and the policy, in nats."""
 BEYOND = 4.0
-"""Change of the policy's log-probs, in multiples of the numerical difference, from which a server's own change tells
-whether it has new weights: up to this difference in each of both comparisons, a server with new weights follows at
-least half of the change, and a server with old weights none."""
+"""Smallest change of the policy's log-probs, in multiples of the numerical difference, that can tell new weights from
+old. With up to this numerical difference in both comparisons, a server with new weights follows at least half of the
+change, and a server with old weights none."""
 STILL = 1e-3
 """Change of the policy's log-probs, in nats, from which a server with new weights cannot repeat all log-probs, even if
 they are rounded to BF16."""
@@ -83,7 +83,8 @@ class Answers:
 
     def since(self, earlier: Answers) -> Change | None:
         """Returns the change since an earlier answer, over the tokens that both have in common from the beginning of
-        each completion; None if these are fewer than half, as after a large change or without seeded sampling."""
+        each completion; None if no token, or fewer than half of the earlier tokens, are in common, as after a large
+        change or without seeded sampling."""
         policy, server, noise, total = [], [], [], 0
         for now, then, a, b in zip(self.completions, earlier.completions, self.policy, earlier.policy, strict=True):
             pairs = zip(now.tokens, then.tokens, strict=False)
@@ -119,14 +120,20 @@ class Trust:
         self.requests = probes(vocab, length_limit(config.rollout))
         self.sampling = Sampling(temperature=config.rollout.sampling.temperature or 1.0)
         self.earlier: dict[int, Answers] = {}
-        """Engine rank → answers of the comparison by which later ones judge the server: the first, and then the latest
-        that showed new weights. Small changes of several syncs add up until they tell."""
+        """Engine rank → earlier answers to compare with: of the first comparison, then of the latest that showed new
+        weights. Small changes of several syncs thus add up until the sum is large enough to judge."""
         self.failures: dict[int, int] = {}
         """Engine rank → failed comparisons in a row."""
 
     def verify(self, ranks: list[int], version: int) -> list[int]:
-        """Returns the engines that may serve `version`: those of the run, and the servers whose log-probs are the
-        policy's. Other servers are retired, or left out after `TWICE` failures in a row, with a message.
+        """Compares the log-probs of all servers outside of the run with the policy's, and returns the ranks, in the
+        given order, that may serve `version`: all engines of the run, and the servers without a difference, which then
+        release their completions. Other servers are retired, or left out for good after `TWICE` failures in a row, with
+        a message.
+
+        Args:
+            ranks: Ranks of the engines and servers with new weights.
+            version: Version of the weights just sent.
 
         Raises:
             ActorFailed: A policy rank failed, or no restart is left.
@@ -168,7 +175,8 @@ class Trust:
         return {rank: Answers(each, [next(scored) for _ in each]) for rank, each in answered.items()}
 
     def _problem(self, rank: int, answers: Answers, version: int) -> str:
-        """Returns what shows that a server has other weights than `version`; "" if nothing does."""
+        """Returns the reason why a server cannot have the weights of `version`, a phrase to follow "it"; "" if nothing
+        speaks against these weights."""
         stated = {each for completion in answers.completions for each, _ in completion.versions}
         if stated != {version}:
             return f"states version {', '.join(map(str, sorted(stated)))}"

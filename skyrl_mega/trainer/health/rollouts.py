@@ -23,8 +23,8 @@ CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
 def environment_fails(view: StepView) -> Finding | None:
-    """Returns a finding if any trajectory's environment failed: raised, exceeded the time limit or broke the
-    contract."""
+    """Returns a finding if any trajectory's environment failed: raised, exceeded the time limit or broke the contract.
+    Else None."""
     text = failures(view.trajectories)
     return Finding("environment_fails", text) if text else None
 
@@ -56,8 +56,8 @@ def truth_fails(view: StepView) -> Finding | None:
 
 
 def ended_for_memory(view: StepView) -> Finding | None:
-    """Returns a finding if sandboxed programs were killed because all programs together exceeded the memory limit.
-    Other programs may have used the memory, so the rewards say little."""
+    """Returns a finding if sandboxed programs were killed because all programs together exceeded the memory limit:
+    other programs may have used the memory, so the rewards say little. Else None."""
     count = view.metric("environment/ended_for_memory")
     return Finding("ended_for_memory", memory_warning(count)) if count else None
 
@@ -96,7 +96,7 @@ def everything_cut(view: StepView) -> Finding | None:
 
 def nothing_parsed(view: StepView) -> Finding | None:
     """Returns a finding if the environment seems unable to parse any answer: all rewards are equal, and an entry of the
-    metadata is None (or `invalid` is True) for all answers."""
+    metadata is None (or `invalid` is True) for all answers. Else None, also below `MIN_TRAJECTORIES` answers."""
     notes = [t.metadata for t in view.judged]
     if len(notes) < MIN_TRAJECTORIES or len({rounded_reward(t.reward) for t in view.judged}) > 1:
         return None
@@ -114,9 +114,9 @@ def nothing_parsed(view: StepView) -> Finding | None:
 
 
 def duplicated_samples(view: StepView) -> Finding | None:
-    """Returns a finding if the samples of every prompt are identical, so that there is nothing to compare. The step
-    must have many groups, or this must last several steps. None otherwise, and always if advantages do not compare the
-    samples of a prompt."""
+    """Returns a finding if the samples of every prompt are identical, so that there is nothing to compare, in a step
+    with many groups or in several steps in a row. None otherwise, and always if advantages do not compare the samples
+    of a prompt."""
     if not view.config.algorithm.advantage_traits.compares or not _none_differ(view, "rollout/answers_differ"):
         return None
     return Finding(
@@ -130,8 +130,8 @@ def duplicated_samples(view: StepView) -> Finding | None:
 
 
 def equal_rewards(view: StepView) -> Finding | None:
-    """Returns a finding if no group has unequal rewards: there is nothing to learn unless advantages have another
-    source. The step must have many groups, or this must last several steps. Else None.
+    """Returns a finding if no group has unequal rewards, in a step with many groups or in several steps in a row: there
+    is nothing to learn unless advantages have another source. Else None.
 
     The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
     and `nothing_left` if all answers earn the highest reward of the run.
@@ -217,8 +217,8 @@ def nothing_sampled(view: StepView) -> Finding | None:
 
 
 def stop_string_never_comes(view: StepView) -> Finding | None:
-    """Returns a finding if no turn contains a string of `rollout.sampling.stop`, in many turns or for several steps;
-    None without such strings."""
+    """Returns a finding if no turn contains a string of `rollout.sampling.stop`, in many turns or for several steps.
+    Else None, also without such strings."""
     steps = view.steps_with_value("rollout/stop_strings", 0.0)
     if not steps or (len(view.turns) < MANY_GROUPS and steps < LONG_STEPS):
         return None

@@ -86,7 +86,7 @@ def gradient_spikes(view: StepView) -> Finding | None:
 
 def kl_explodes(view: StepView) -> Finding | None:
     """Returns a finding if the KL of the policy to its state at the start of the step, or to the reference, is above
-    its limit in two of three steps, or far above in this step; else None."""
+    its limit in two of three steps, or far above the limit in this step; else None."""
     usual = view.usual("policy/kl")
     least = max(KL_LEAST, KL_TIMES * usual) if usual else KL_MOST
     for name, far, at_all, of in (

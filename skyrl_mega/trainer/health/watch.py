@@ -62,9 +62,9 @@ class Health:
     """Kind → newest evidence."""
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Takes over the metrics of earlier steps from rows of metrics.jsonl, so that a resumed run continues the
-        counts. The rows are in order of steps; rows of step 0 are skipped. A run that ended for lack of patience starts
-        with full patience again."""
+        """Adds the metrics of earlier steps, rows of metrics.jsonl, to the remembered metrics, so that a resumed run
+        continues the counts. The rows are in order of steps; rows of step 0 are skipped. After a run that ended for
+        lack of patience, the counts start at 0."""
         for row in rows:
             if row.get("step"):
                 self._remember_row(row)
@@ -97,7 +97,7 @@ class Health:
 
     def end_if_stuck(self, number: int) -> None:
         """Raises an error, which ends the run, if nothing was learned for `run.patience` steps with
-        `run.patience_groups` groups; never without `run.patience`. `check` did the counting.
+        `run.patience_groups` groups, as counted by `check`; never without `run.patience`.
 
         Raises:
             CannotLearn: Gives the reasons.
