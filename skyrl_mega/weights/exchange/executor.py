@@ -204,10 +204,11 @@ class Member:
 
     def run_steps(self) -> None:
         """Executes all steps of this process: packs, sends, receives, forwards and loads buckets, and on a GPU waits
-        for the end of all copies. Checksums are computed, but judged only by `ExchangeRun.verify`.
+        for the end of all copies. Checksums are computed, but compared only by `ExchangeRun.verify`.
 
         Raises:
             TransportError: A peer left, or did not answer before the deadline of the run.
+            KeyError, ValueError: A parameter to send or to receive is missing; see `Exchange.run`.
         """
         self._free = list(range(self.buffers.count))
         for step in self.steps:
@@ -333,7 +334,7 @@ def read_from_owner(
     run: ExchangeRun, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int
 ) -> None:
     """Executes a run in a process whose device is owned by another process (`ipc.device_owners`): waits for each bucket
-    and loads it directly from the owner's buffers, without a copy of the bucket.
+    and loads its parts directly from the owner's buffers, without a copy of the bucket.
 
     Args:
         run: Inputs and progress of the run.
