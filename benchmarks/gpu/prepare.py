@@ -110,9 +110,9 @@ def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> 
         shutil.copy(source, folder)
         return
     tree = WORK / source.name.removesuffix(".tar.gz")
-    if not tree.exists():
-        with tarfile.open(source) as archive:
-            archive.extractall(WORK, filter="data")
+    # Also over an earlier compilation: the build deletes some sources at its end; object files are kept.
+    with tarfile.open(source) as archive:
+        archive.extractall(WORK, filter="data")
     say(f"compiling {EXTENSION} for torch {TORCH} (20 to 40 minutes on two cores; MAX_JOBS bounds its processes)")
     if complaint := compile_extension(str(interpreter), tree, folder, int(os.environ.get("MAX_JOBS", "2"))):
         raise UserError(f"--prepare: {EXTENSION} does not compile: {complaint.splitlines()[-1]}; run it again to go on")

@@ -86,6 +86,8 @@ def compile_extension(python: str, source: Path, target: Path, jobs: int) -> str
     libraries = [folder for root in roots for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
     env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(jobs)}
     env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # else it first looks for a wheel in the network
+    # Else the version ends with the commit of a repository around the source, and Transformer Engine refuses it.
+    env["NVTE_NO_LOCAL_VERSION"] = "1"
     # Headers must belong to the libraries loaded by torch, not to the system's.
     headers = [str(folder / "include") for folder in libraries]
     env["CPATH"] = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
