@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Returns the soft overlong punishment added to a reward (equation 13), times `penalty`.
+    """Returns the soft overlong punishment added to a reward (DAPO, arXiv:2503.14476, equation 13), times `penalty`.
 
         R(y) =  0                                   |y| ≤ limit - buffer
                 ((limit - buffer) - |y|) / buffer   limit - buffer < |y| ≤ limit

@@ -17,7 +17,8 @@ TINY = 1e-12
 
 
 def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the DPPO loss of a micro-batch, a scalar, and metrics, with the binary total variation.
+    """Returns the DPPO loss of a micro-batch (arXiv:2602.04879), a scalar, and metrics, with the binary total
+    variation.
 
     With μ and π the old and the present probability of the sampled token,
 

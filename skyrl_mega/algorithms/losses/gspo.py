@@ -11,7 +11,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the GSPO loss. All tokens of an answer y to context x share the ratio of equation 7:
+    """Returns the GSPO loss (arXiv:2507.18071). All tokens of an answer y to context x share the ratio of equation 7:
 
         s = (π(y | x) / π_old(y | x)) ^ (1 / |y|) = exp(mean over y of log π(token) - log π_old(token))
 
