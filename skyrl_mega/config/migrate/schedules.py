@@ -34,7 +34,8 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     """Converts a number of RL steps to optimizer steps, for every setting in `here`.
 
     Raises:
-        Dropped: The value is null or negative, which means "not set" in the other program, or no number.
+        Dropped: The value is null or negative, which means "not set" in the other program, or no number; or a setting
+            does not allow the result.
     """
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise Dropped(f"{shown(value)} is not set there")
