@@ -151,9 +151,9 @@ async def serve(
 
     Args:
         listening: Bound and listening socket.
-        follower: The snapshots.
-        token: The token.
-        ending: Set at the end of the run, by another thread; None for a run that has no end here.
+        follower: Makes the snapshots of the run that the page shows.
+        token: Access token; requests without it are refused.
+        ending: Set at the end of the run, by another thread; None serves until a signal.
     """
     ending = ending or threading.Event()
     app = LivePage(follower, Guard(token, listening.getsockname()[1]))
