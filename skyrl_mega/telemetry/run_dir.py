@@ -57,8 +57,8 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
     prints the new path.
 
     Raises:
-        UserError: The folder cannot be created, is in use by another run, has checkpoints while `checkpoint.resume` is
-            false, or has a `config.yaml` written or edited by hand.
+        UserError: The folder or `config.yaml` cannot be written, the folder is in use by another run or has checkpoints
+            while `checkpoint.resume` is false, or its `config.yaml` was written or edited by hand.
         OSError: Earlier results cannot be moved, or the folder's file system has no locks.
     """
     folder = Path(config.run.directory) / config.run.name

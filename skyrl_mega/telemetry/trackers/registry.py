@@ -81,13 +81,15 @@ def options_of(name: str, cls: Any, config: TelemetryConfig) -> dict[str, Any]:
 
 
 def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Checks names and options of all trackers, without looking for packages, keys or servers.
+    """Imports the trackers' classes, and checks names and options of all trackers, without looking for packages, keys
+    or servers.
 
     Returns:
         Name -> (class, options) of the run's trackers; the tracker that always writes metrics.jsonl is left out.
 
     Raises:
-        UserError: A setting is invalid.
+        UserError: A name is unknown or appears twice, a class cannot be imported or is no tracker, or an option is
+            unknown or has a value that is not allowed.
     """
     paths = listed_trackers(config)
     for name in config.options:

@@ -38,13 +38,14 @@ class SentSteps:
         return self._run_id
 
     def begin(self, run_id: str) -> None:
-        """Writes the id of a new run of the store to the file, with no step sent."""
+        """Writes the id of a new run of the store to the file, with no step sent. Raises OSError if the file cannot be
+        written."""
         self._run_id = run_id
         self._save(-1)
 
     def send_once(self, step: int, send: Callable[[], Any]) -> None:
-        """Records the step and calls `send`; undoes the record on an exception. Does nothing for a step already
-        sent."""
+        """Records the step in the file and calls `send`; on an exception of `send`, undoes the record and lets the
+        exception out. Does nothing for a step already sent. Raises OSError if the file cannot be written."""
         before = self._last
         if step <= before:
             return
