@@ -139,7 +139,9 @@ def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmCon
     A router's load-balancing loss counts all tokens: with this loss every value is False.
 
     Args:
-        counts_S, learning_S, algorithm, moe: See `has_gradient`.
+        counts_S: Number of tokens in the loss of each sample of the mini-batch, over all ranks.
+        learning_S: Number of these tokens with an advantage other than 0 (`Advantages.learning`).
+        algorithm, moe: The settings.
     """
     if moe.aux_loss:
         return torch.zeros(len(counts_S), dtype=torch.bool)
