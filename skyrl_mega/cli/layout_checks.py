@@ -53,8 +53,9 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     installed are not checked, and no error says so; all other checks still run.
 
     Raises:
-        UserError: The model cannot be split into a layout or computed in a precision, megatron-core or vLLM has no such
-            option or the value has another type, or `check_engine` raises it.
+        UserError: The ranks or engines cannot split the model or compute in a precision, megatron-core or vLLM has no
+            such option or the value has another type, `hf_overrides` would change the model, or sequences may exceed
+            the model's length.
     """
     _check_fp8(config, hf)
     check_engine(config, hf)

@@ -79,7 +79,7 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
         error: An error of these settings.
         config: The settings.
         hf: The model's config.json.
-        planned: As for `find_error`: True if nothing will be started.
+        planned: True if nothing will be started, as in `find_error`.
     """
     if error.fix or not fixes.concerns_settings(error) or find_error(config, hf, planned=planned) is None:
         return error

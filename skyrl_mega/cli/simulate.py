@@ -114,13 +114,16 @@ class Simulator:
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
         """Simulates a mode in each split that can run it; returns a row for each, in the order of `splits`; [] if none
-        can. Raises errors as `row` does.
+        can. Prints and adds to `finished` as `row` does.
 
         Args:
             config: The given settings.
             splits: Divisions of the GPUs, as changes of the settings.
             mode: `asynchrony.mode`.
             most: `asynchrony.max_staleness`.
+
+        Raises:
+            UserError: `cluster.rates_file` is wrong. Errors raised by `before` pass through.
         """
         choices = (simulate_choices.choice(config, split, mode, most, self.hf) for split in splits)
         return [self.row(each) for each in choices if isinstance(each, Choice)]
