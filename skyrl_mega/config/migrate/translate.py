@@ -98,7 +98,8 @@ class Translator:
         """Translates the other program's defaults of keys not given; a default equal to ours adds no setting.
 
         Args:
-            contextual: As for `translate_given`.
+            contextual: False for the defaults with a conversion by itself; True, in a second pass, for conversions that
+                depend on other settings (`CONTEXTUAL`).
         """
         for key, value in self.rules.defaults.items():
             entry = lookup.find(self.table, key)
