@@ -16,14 +16,15 @@ def balance_groups(
     All sequences of a group share a micro-batch, even if the group exceeds the budget.
 
     Args:
-        lengths, ranks, budget, multiple: See `balance`.
+        lengths: Tokens of each sequence.
         group_of: The number of each sequence's group.
+        ranks, budget, multiple: See `balance`.
 
     Returns:
         `[rank][micro-batch][index of a sequence]`.
 
     Raises:
-        ValueError: As in `balance`.
+        ValueError: `ranks`, `budget` or `multiple` is below 1.
     """
     members: dict[int, list[int]] = {}
     for sequence, number in enumerate(group_of):

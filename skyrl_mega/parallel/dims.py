@@ -168,7 +168,8 @@ class ParallelDims:
         """Returns the global indices of the layers of virtual chunk `chunk` on stage `pp`.
 
         Each stage's layers are cut into equal chunks. The model goes through chunk 0 of every stage, then chunk 1 of
-        every stage, and so on. `pp` and `chunk` count from 0. Raises ValueError as `stage_sizes` does.
+        every stage, and so on. `pp` and `chunk` count from 0. Raises ValueError if the stages cannot divide the layers
+        (`stage_sizes`).
         """
         sizes = [size // self.virtual_pipeline for size in self.stage_sizes(num_layers)]
         first = chunk * sum(sizes) + sum(sizes[:pp])
