@@ -182,7 +182,8 @@ def kept_layer(
     and for one micro-batch. Raises ValueError if the model's layers cannot be divided over the pipeline stages.
 
     Args:
-        decoder, parallel: See `layer`.
+        decoder: The model.
+        parallel: The grid of ranks.
         pp: Pipeline stage, from 0.
         tokens: Tokens of the micro-batch on a context rank, not divided by tensor parallelism.
         itemsize: Bytes of an activation element.

@@ -97,7 +97,8 @@ def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[
     Args:
         config: The settings, with checked layouts and `policy.micro_tokens` decided.
         decoder: The model.
-        strict: See `problem`.
+        strict: True to compare the plain estimates; False subtracts the share `MARGIN`, by which an estimate may be too
+            high.
 
     Raises:
         UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.

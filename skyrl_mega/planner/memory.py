@@ -150,7 +150,8 @@ def _streamed_bytes(state: ModelState, activation_bytes: Activations, master: in
 
 def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Estimates the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes.
-    `parallel` is the reference's grid. Raises ValueError as `policy_memory`."""
+    `parallel` is the reference's grid. Raises ValueError if the grid has no such rank, its stages cannot divide the
+    layers, or `policy.micro_tokens` is not decided."""
     coords = parallel.coordinates(rank)
     forward = replace(_activations(config, decoder, parallel, coords.pp), train=0, train_logits=0, host=0)
     weights = _elements(stage(decoder, parallel, coords.pp)) * itemsize(config)
@@ -177,13 +178,16 @@ def critic_dims(config: Config) -> ParallelDims | None:
 
 def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Estimates the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
-    Raises ValueError as `policy_memory`.
 
     Args:
         config: The settings.
         decoder: The model with the policy's head.
         parallel: The critic's grid.
         rank: Rank in the critic's grid.
+
+    Raises:
+        ValueError: The grid has no such rank, its stages cannot divide the layers, or `policy.micro_tokens` is not
+            decided.
     """
     return replace(policy_memory(critic_view(config), decoder.critic, parallel, rank), sync=0, role="critic")
 

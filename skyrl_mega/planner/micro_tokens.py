@@ -65,8 +65,8 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
         resumes: True if the run resumes from a checkpoint.
 
     Raises:
-        UserError: The file of a resumed run cannot be read, or its number is no candidate. Or as in
-            `with_micro_tokens`.
+        UserError: The file of a resumed run cannot be read, or its number is no candidate. For a new choice, the
+            model's family is unknown, or the files of drafts (`rollout.drafts`) cannot be used.
         OSError: The file cannot be written.
     """
     if config.policy.micro_tokens is not None:
@@ -87,8 +87,8 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
 
 
 def note(config: Config, decided: Config, decoder: Decoder) -> str | None:
-    """Returns a sentence explaining the chosen number; None if the user gave a number. Raises UserError as
-    `with_micro_tokens`.
+    """Returns a sentence explaining the chosen number; None if the user gave a number. Raises UserError if the files of
+    drafts (`rollout.drafts`) cannot be used.
 
     Args:
         config: The settings as given.

@@ -71,7 +71,7 @@ class SharedGpu:
         every phase with a KV cache; may be smaller than the weights, or negative.
 
         Args:
-            strict: See `fit.problem`.
+            strict: True to compare the plain estimates; False subtracts the planner's margin (`fit.problem`).
         """
         with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
         return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
@@ -109,7 +109,7 @@ def misfit(
     Args:
         config: The settings.
         gpus: A shared GPU of each pipeline stage (`shared_gpus`).
-        strict: See `fit.problem`.
+        strict: True to compare the plain estimates; False subtracts the planner's margin (`fit.problem`).
         allowed: Returns True if settings pass all other checks.
     """
     gpu = max(gpus, key=lambda gpu: gpu.needed(gpu.worst(strict), strict), default=None)

@@ -136,8 +136,8 @@ def step_time(
 
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Estimates the seconds of a step apart from generation and residency transfers: policy, critic and weight sync,
-    with lengths from `cluster.rates.length_share`. Raises UserError as `step_time`."""
+    """Estimates a step's seconds for policy, critic and weight sync, by `cluster.rates.length_share`. Raises UserError
+    if the advantage estimator cannot be found, or the critic's layout does not fit its ranks."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
@@ -307,8 +307,8 @@ def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes
 
 
 def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> float:
-    """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, relative to
-    the peak `cluster.rates.tflops` of all policy ranks. Raises UserError as `policy_times`."""
+    """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, over the
+    peak `cluster.rates.tflops` of all policy ranks. Raises UserError if the advantage estimator cannot be found."""
     load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
