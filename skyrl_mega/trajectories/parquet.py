@@ -164,7 +164,12 @@ def read(path: Path) -> list[Trajectory]:
 
 def read_some(path: Path) -> Iterator[list[Trajectory]]:
     """Yields a file's trajectories in lists of at most `PIECE`, in the order of the rows. The file is read piece by
-    piece, so that a caller storing each list elsewhere never holds all. Raises errors as `read`, during the iteration.
+    piece, so that a caller storing each list elsewhere never holds all.
+
+    Raises:
+        OSError: The file is missing or cannot be read. All errors are raised during the iteration.
+        pyarrow.ArrowException: The file is not parquet, or its columns have other types.
+        TypeError, ValueError: The file was not written by `write`.
     """
     rows = ds.dataset(path, schema=SCHEMA, format="parquet")
     for batch in rows.to_batches(batch_size=PIECE, batch_readahead=1, fragment_readahead=1):
