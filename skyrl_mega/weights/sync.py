@@ -136,6 +136,7 @@ class WeightSync:
             ActorFailed: A policy rank failed, no engine could be restarted, or `BLAMELESS` attempts in a row failed
                 without an engine to blame; carries the root cause.
             UserError: A process rejected the settings.
+            OSError: A cached plan other than this sync's cannot be removed.
         """
         with self.fleet.updating:
             return self._sync(version)

@@ -142,22 +142,21 @@ class BucketViews:
 
     def quantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
         """Writes the parts with FP8 conversion into the bucket `flat` as E4M3, quantised with the scales among
-        `params`. `pack` copies all other parts."""
+        `params`. All other parts are left to `pack`."""
         for view in self.conversions:
             packed, local = view.packed(flat), view.local(params)
             for rows, scale, row, column in _strips(view, params):
                 packed[rows].copy_(quantise(local[rows], scale, row, column))
 
     def dequantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Dequantises the bucket's E4M3 parts into parameters of another type, with the scales among `params`.
-
-        `unpack` copies all other parts.
-        """
+        """Dequantises the bucket's E4M3 parts into parameters of another type, with the scales among `params`. All
+        other parts are left to `unpack`."""
         for view in self.conversions:
             _dequantise(view, params, flat, view.local(params))
 
     def checksums(self, params: Sequence[Tensor], flat: Tensor) -> Tensor:
-        """Returns a checksum of every part as sent on the wire, int64 [views], in one launch on a GPU.
+        """Returns a checksum of every part as sent on the wire, int64 [views], on the device of the buckets. The bucket
+        must not be empty.
 
         The checksum covers the parameter's bytes, or the bucket's bytes if the parameter's type differs. Parameters and
         bucket `flat` must hold the same data already: after packing, or after unpacking.
@@ -166,7 +165,8 @@ class BucketViews:
         return self._summed.checksums([*params, flat] if self._separate_views else params)
 
     def mismatches(self, params: Sequence[Tensor], flat: Tensor, sent: Tensor) -> Tensor:
-        """Returns a mask of the parts differing from the data sent, bool [views], on the device.
+        """Returns a mask of the parts differing from the data sent, bool [views], on the device: True for a part with
+        another checksum, or with another value after conversion to the parameter's type.
 
         Args:
             params: The parameters, already filled from the bucket.

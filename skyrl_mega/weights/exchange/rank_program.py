@@ -118,11 +118,10 @@ def rank_program(
     target_base: int,
     owners: dict[int, int],
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
-    """Returns this process's steps in round order, and the buckets to read from the device owner.
-
-    A device owner communicates for its device: it gets only steps, the others only buckets, in the owner's order. All
-    arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `…_base`: process of rank 0.
-    """
+    """Returns this process's steps in round order, and the buckets to read from the device owner. A device owner
+    communicates for its device and gets only steps; the others get only the buckets that they want, in the owner's
+    order. All arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `…_base`: process
+    of rank 0. Raises ValueError if a shard lacks a part of the plan."""
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [source_base + plan.routes[route].source for route in buckets.route]

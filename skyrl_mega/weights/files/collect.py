@@ -13,7 +13,8 @@ from skyrl_mega.weights.files.store import Absent, Store
 
 def collect(store: Store, publisher: str, first: int) -> int:
     """Removes the publications of `publisher` before number `first`, and everything of other publishers, whose runs
-    have ended: a store belongs to one run at a time. Returns the number of removed objects.
+    have ended: a store belongs to one run at a time. Objects not written by a publisher stay. Returns the number of
+    removed objects.
 
     Raises:
         StoreError: The store failed.

@@ -16,8 +16,9 @@ CHANGES = {"bfloat16": 0.015, "float16": 0.1, "float32": 0.4}
 
 
 def file_bytes(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bytes of a sync by files, before compression: `full` of a full image, `changes` (about) of a step,
-    and the most that a policy `rank` writes or an engine `worker` reads, and both keep in host memory.
+    """Returns the bytes of a sync by files, before compression: `full` of a full image, `changes` of a step (an
+    estimate; the full image if every sync is full), `rank`, the most that a policy rank writes, and `worker`, the most
+    that an engine worker reads. Rank and worker keep as much in host memory.
 
     Args:
         config: The settings.

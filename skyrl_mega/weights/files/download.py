@@ -33,7 +33,8 @@ class Download:
         """Set to end the last fetch."""
 
     def start(self, source: Source) -> None:
-        """Starts to fetch a publication; an earlier fetch ends first, at its next range, or does not begin."""
+        """Starts to fetch a publication in the background and returns. An earlier fetch ends first, at its next range,
+        or does not begin. `source.cache` names the folder of the image's file; "" keeps the image in host memory."""
         self._stopped.set()
         self._stopped = Event()
         file = Path(source.cache) / f"worker-{self._index}.image" if source.cache else None

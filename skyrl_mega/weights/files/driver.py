@@ -84,9 +84,9 @@ class FileSync:
         self.latest: _Published | None = None
 
     def sync(self, version: int, members: Sequence[int], inputs: SyncInputs) -> tuple[dict[int, str], dict[str, float]]:
-        """Publishes the policy's present weights as `version` unless done already, and lets engines fetch them.
-
-        If an engine cannot fetch changes, publishes a full image, which the engine fetches: its base may be lost.
+        """Publishes the policy's present weights as `version` unless done already, lets engines fetch the weights, and
+        removes old publications. If an engine cannot fetch changes, because it may have lost the earlier weights,
+        publishes a full image for that engine.
 
         Args:
             version: Number of the weights.
@@ -94,7 +94,8 @@ class FileSync:
             inputs: Inputs of a sync's plan, with the policy's layout.
 
         Returns:
-            Engines that could not fetch a full image, each with the cause; metrics.
+            The engines that could not fetch a full image: rank → cause; and metrics by name, with the seconds of the
+                fetch.
 
         Raises:
             ActorFailed: A policy rank could not write, or the manifest could not be written.

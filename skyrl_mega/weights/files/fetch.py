@@ -104,7 +104,8 @@ class Reader:
         self._stopped = threading.Event()
 
     def fetch(self, source: Source, file: Path | None = None, stopped: threading.Event | None = None) -> FetchReport:
-        """Brings the image to a publication; does nothing if it is there already. After an error the next call resumes.
+        """Brings the image to a publication and returns a report; reads nothing if the image has this publication
+        already. After an error the next call resumes.
 
         Args:
             source: The publication.

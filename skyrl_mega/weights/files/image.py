@@ -145,7 +145,7 @@ class Image:
         return name if boot == _boot() and NAME.fullmatch(name) else ""
 
     def close(self) -> None:
-        """Releases the file. Closing twice is harmless."""
+        """Releases the lock of the image's file; the bytes stay in the file. Closing twice is harmless."""
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
@@ -171,7 +171,8 @@ class Image:
         return found
 
     def check_covered(self, overlaps: Iterable[tuple[Chunk, list[Overlap]]]) -> None:
-        """Raises Incomplete unless these parts of distinct chunks fill every box of the shard."""
+        """Raises Incomplete unless the parts of distinct chunks, given as results of `overlaps`, fill every box of the
+        shard."""
         filled: dict[int, int] = defaultdict(int)
         for _, parts in overlaps:
             for part in parts:
@@ -185,14 +186,15 @@ class Image:
 
     @torch.no_grad()
     def install(self, params: Mapping[str, Tensor], written: Callable[[str], None]) -> int:
-        """Copies the image into an engine worker's parameters, a parameter at a time, converted to their types.
+        """Copies the image into an engine worker's parameters, a parameter at a time, converted to the parameter's
+        type, and returns the number of bytes read from the image.
 
         Args:
             params: The parameters by the shard's local names. Scales may be absent; they then dequantise.
             written: Called with the name of each parameter once the parameter is filled.
 
-        Returns:
-            The number of bytes read from the image.
+        Raises:
+            KeyError: `params` lacks a parameter of the shard.
         """
         by_param: dict[str, list[Piece]] = defaultdict(list)
         for piece in self.shard.pieces:

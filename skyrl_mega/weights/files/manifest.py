@@ -108,6 +108,10 @@ def write_manifest(store: Store, manifest: Manifest) -> None:
 def read_manifest(store: Store, name: str) -> Manifest:
     """Returns the manifest of a publication.
 
+    Args:
+        store: The store.
+        name: Name of the publication.
+
     Raises:
         Absent: The publication does not exist.
         StoreError: The store failed.
@@ -159,7 +163,7 @@ def layout_data(chunks: Sequence[Chunk]) -> tuple[bytes, StoredFile]:
 
 
 def read_layout(store: Store, manifest: Manifest, rank: int) -> list[Chunk]:
-    """Returns the chunks of a policy rank.
+    """Returns the chunks of a policy rank, in the order of the payloads.
 
     Raises:
         Absent, StoreError: As in `Store.read`.
@@ -217,13 +221,19 @@ def read_index(store: Store, manifest: Manifest, rank: int, chunks: int) -> Payl
 
 
 def compressed(content: Mapping[str, Any]) -> bytes:
-    """Returns a JSON text, compressed, after its length."""
+    """Returns a JSON value as bytes: the length of its text in 8 bytes, little-endian, then the text compressed by
+    zstd."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return len(text).to_bytes(_SIZE_BYTES, "little") + pa.compress(text, "zstd", asbytes=True)
 
 
 def read_description(store: Store, key: str, file: StoredFile) -> Any:
-    """Returns the description at the end of an object.
+    """Returns the description at the end of an object: the JSON value given to `compressed`.
+
+    Args:
+        store: The store.
+        key: Key of the object.
+        file: Size, place and checksum of the description, from the manifest.
 
     Raises:
         Absent, StoreError: As in `Store.read`.

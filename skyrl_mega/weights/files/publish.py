@@ -67,7 +67,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a rank published."""
+    """The objects that a policy rank wrote for a publication, with the numbers of bytes, elements and seconds."""
 
     file: StoredFile
     layout: StoredFile
@@ -170,8 +170,8 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, params: Mapping[str, Tensor], name: str, base: str) -> PublishReport:
-        """Writes this rank's object of a publication, and before a full image the rank's layout. A collective of all
-        ranks with an FP8 wire.
+        """Writes this rank's object of a publication, and before a full image the rank's layout, and returns a report.
+        A collective of all ranks with an FP8 wire.
 
         A rank that has not kept the bytes of `base`, or fails to write changes, writes all of its chunks in full; the
         forms of the chunks say so, and a reader takes either.
@@ -183,6 +183,7 @@ class Publisher:
 
         Raises:
             StoreError: The store failed `ATTEMPTS` times.
+            KeyError: `params` lacks a parameter.
         """
         if self._scales is not None:
             self._scales.compute(params)

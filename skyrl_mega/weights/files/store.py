@@ -110,7 +110,8 @@ class FolderStore(Store):
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Writes a hidden file, flushes the file to the disk and renames the file to the key; see `Store.writing`."""
+        """Yields a hidden file to write; after the block, flushes the file to the disk and renames the file to the key.
+        After an error the file is removed. Raises StoreError as `Store.writing` does."""
         path = self.folder / key
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,8 @@ class FolderStore(Store):
             raise StoreError(f"{path}: {error}") from error
 
     def list_keys(self) -> list[str]:
-        """See `Store.list_keys`. Hidden files, which are being written, are left out."""
+        """Returns the keys of all objects, in no order. Hidden files, which are being written, are left out, and so are
+        folders that cannot be read."""
         names = [
             str((Path(folder) / file).relative_to(self.folder))
             for folder, _, files in os.walk(self.folder)
@@ -133,7 +135,8 @@ class FolderStore(Store):
         return [name for name in names if not Path(name).name.startswith(".")]
 
     def remove(self, key: str) -> None:
-        """Removes a file, and the folders that are then empty; see `Store.remove`."""
+        """Removes a file, and the folders that are then empty; a missing file is no error. Raises StoreError if the
+        file cannot be removed."""
         path = self.folder / key
         try:
             path.unlink(missing_ok=True)
@@ -174,7 +177,8 @@ class FsspecStore(Store):
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Uploads an object; see `Store.writing`. fsspec uploads what was written before an error: it is removed."""
+        """Yields a file to upload as an object. After an error in the block, removes the object with the part uploaded
+        until then. Raises StoreError as `Store.writing` does."""
         place = self._place(key)
         try:
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
@@ -190,7 +194,8 @@ class FsspecStore(Store):
             raise StoreError(f"{self.address}: {key}: {type(error).__name__}: {error}") from error
 
     def list_keys(self) -> list[str]:
-        """See `Store.list_keys`."""
+        """Returns the keys of all objects, in no order; [] if the address does not exist. Raises StoreError after
+        `ATTEMPTS` failed attempts."""
 
         def attempt() -> list[str]:
             self.files.invalidate_cache()
@@ -200,7 +205,7 @@ class FsspecStore(Store):
         return _repeated(attempt, self.address)
 
     def remove(self, key: str) -> None:
-        """See `Store.remove`."""
+        """Removes an object; a missing object is no error. Raises StoreError after `ATTEMPTS` failed attempts."""
 
         def attempt() -> None:
             place = self._place(key)

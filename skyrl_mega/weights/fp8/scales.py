@@ -16,8 +16,8 @@ from skyrl_mega.weights.fp8.format import FP8, SUFFIX, scale_box, with_scales
 from skyrl_mega.weights.plan.intersect import Ints
 
 Agree = Callable[[Tensor], None]
-"""Function replacing a float32 vector in place by the maximum over all policy ranks; called by every rank once a run.
-"""
+"""Function that replaces a float32 vector in place by the element-wise maximum over all policy ranks; every rank calls
+it once a run."""
 
 
 class Scales:
@@ -82,13 +82,15 @@ class Scales:
         self._common_indices = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *common_indices])).to(device)
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
-        """Computes the scales of the policy's present weights and writes them to `tables`. A collective of all policy
-        ranks if a block straddles ranks (several ranks hold a part).
+        """Computes the scales of the policy's present weights and writes the scales to `tables`. Existing scales of
+        weights already in FP8 are used unchanged. A collective of all policy ranks if a block straddles ranks (several
+        ranks hold a part).
 
         Args:
             params: This rank's parameters by local name, with the scales of weights already in FP8.
 
-        The existing scales of weights already in FP8 are used unchanged.
+        Raises:
+            KeyError: `params` lacks a parameter.
         """
         for piece, table in self.pieces:
             if params[piece.param].dtype == FP8:

@@ -183,15 +183,12 @@ def _between_nodes(classes: _Classes, routes: _RouteBuilder) -> None:
 
 def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
     """Assigns every item of every line (a list of items with the same eligible ranks) to a rank of the line, minimising
-    the busiest link's load by a heuristic.
+    the busiest link's load by a heuristic. Returns, by line, the rank of each item.
 
     Args:
         options: By line, the eligible ranks, at least one.
         weights: By line, the bytes of the items, in order; a rank gets runs of items.
         link: By rank number, the link carrying the bytes; ranks of the same link are loaded evenly too.
-
-    Returns:
-        By line, the rank of each item.
     """
     load = np.zeros(int(link.max(initial=0)) + 1, np.int64)
     by_rank = np.zeros(len(link), np.int64)

@@ -100,8 +100,8 @@ class HostTime:
 
 
 def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
-    """Estimates the host's seconds for a sync on GPUs, of the busiest process: Python, launches and, in the first sync,
-    compilation.
+    """Returns an estimate of the host's core seconds for a sync on GPUs, in the busiest process: Python, launches and,
+    in the first sync, compilation.
 
     Args:
         plan: The plan.
@@ -119,7 +119,7 @@ def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
 
 
 def cost(plan: Plan) -> Cost:
-    """Computes the bytes that an execution of a plan moves, by link and by rank, and the lower bound of its time."""
+    """Returns the bytes that an execution of a plan moves, by link and by rank, and the lower bound of its time."""
     t = plan.topology
     source_device, target_device = np.array(t.sources), np.array(t.targets)
     size = plan.route_bytes

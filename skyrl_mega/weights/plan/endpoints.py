@@ -61,7 +61,7 @@ class Endpoints:
 def lay_out(
     hf: Mapping[str, Any], parallel: ParallelDims, spec: Spec, engines: EnginesLayout, topology: Topology
 ) -> Endpoints:
-    """Computes the layouts of policy and engines and returns both ends of a sync.
+    """Returns both ends of a sync: the layouts of policy and engines, and the devices.
 
     Args:
         hf: The model's config.json.
@@ -71,7 +71,7 @@ def lay_out(
         topology: Devices of policy ranks and engine workers.
 
     Raises:
-        UserError: The model cannot be split into a layout.
+        UserError: The model is not supported, or cannot be split into a layout.
     """
     arch = architecture(hf)
     policy = arch.megatron_layout(hf, parallel, spec)

@@ -125,8 +125,8 @@ class TransferClasses:
 
 
 def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int) -> TransferClasses:
-    """Cuts everything the target wants into parts of at most `slab_bytes` (at least one row), and groups parts with the
-    same holders and receivers.
+    """Returns the parts that the target wants, of at most `slab_bytes` each (at least one row), grouped by equal
+    holders and receivers.
 
     Args:
         source: Layout of the holders.

@@ -84,7 +84,7 @@ class Plan:
         return [route for route in self.routes if route.source == rank]
 
     def to_target(self, rank: int) -> list[Route]:
-        """Returns the routes delivering to target rank `rank`, directly or forwarded."""
+        """Returns the routes that deliver to target rank `rank`, directly or forwarded by another rank."""
         return [route for route in self.routes if rank in route.receivers]
 
     @cached_property

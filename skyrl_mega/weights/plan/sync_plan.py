@@ -58,6 +58,9 @@ class SyncInputs:
             config: The settings.
             hf: The model's config.json.
             placement: Device of every process.
+
+        Raises:
+            UserError: The policy's ranks do not fit its layout.
         """
         apart = config.cluster.pools.engines is not None
         pool = PoolLinks(config.cluster.nodes, Links.from_config(engine_cluster(config))) if apart else None
@@ -93,7 +96,7 @@ class SyncInputs:
         `fp8` both layouts contain the scales.
 
         Raises:
-            UserError: The model cannot be split into a layout.
+            UserError: The model is not supported, or cannot be split into a layout.
         """
         topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links), PoolLinks.of(self.pool))
         ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, EnginesLayout(**self.engines), topology)
@@ -105,18 +108,18 @@ class SyncInputs:
         return Endpoints(ends.parallel, policy, engines, ends.topology), wire
 
     def plan(self) -> Plan:
-        """Computes the transfer plan from the policy to the engines `members`; takes seconds for a large model, and
+        """Returns the transfer plan from the policy to the engines `members`; takes seconds for a large model, and
         caches nothing (`cache.cached_plan` does).
 
         Raises:
-            UserError: The model cannot be split into a layout.
+            UserError: The model is not supported, or cannot be split into a layout.
         """
         ends, wire = self.endpoints()
         return plan(ends.policy, ends.engines, ends.topology, itemsize=wire.itemsize)
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """Computes the plan of a sync with all engines; takes seconds for a large model. Caches nothing (`Connection.plan`
+    """Returns the plan of a sync with all engines; takes seconds for a large model. Caches nothing (`Connection.plan`
     does).
 
     Args:
@@ -125,7 +128,7 @@ def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | N
         placement: Devices of all processes; None means `plan_placement(config)`.
 
     Raises:
-        UserError: The model cannot be split into a layout.
+        UserError: The model is not supported, or cannot be split into a layout.
     """
     return SyncInputs.of(config, hf, placement or plan_placement(config)).plan()
 

@@ -97,8 +97,8 @@ class Topology:
         """Returns a topology with a device of its own for each rank, source ranks first, for layouts without a run's
         settings. A node has `links.gpus_per_node` devices, and may hold source and target ranks.
 
-        Target ranks form engines of `engine` ranks, the last perhaps of fewer; an engine small enough for a node never
-        straddles two: devices are left out instead.
+        Target ranks form engines of `engine` ranks, the last perhaps of fewer. An engine small enough for a node never
+        straddles two nodes: devices are left out instead.
         """
         return cls(tuple(range(sources)), tuple(_packed(sources, targets, engine, links.gpus_per_node)), links)
 
@@ -143,7 +143,7 @@ class Topology:
         return self.nodes * self.nics_per_node
 
     def by_node(self, name: str) -> NDArray[np.float64]:
-        """Returns a field of `Links` for each node, [nodes]."""
+        """Returns the value of the field `name` of `Links` for each node, [nodes]."""
         values = np.full(self.nodes, getattr(self.links, name), np.float64)
         if self.pool is not None:
             values[self.pool.first_node :] = getattr(self.pool.links, name)

@@ -124,7 +124,7 @@ class Transport:
             send: The message to send; None for none.
             tag: Number shared by both ends of a message, to match sends with receives on gloo.
             prepare: Called once, even without `send`, and before the send starts, to fill the send tensor; may wait for
-                earlier messages.
+                earlier messages. Its errors are passed on.
 
         Returns:
             Tickets for `wait`, each to be waited for once: (of `receive`, of `send`); None without a message.
@@ -228,7 +228,7 @@ class Transport:
     @property
     def broken(self) -> bool:
         """True if a process has reported at the store that it left after a failure; on CUDA streams a message to such a
-        process never ends. False without a store. Raises RuntimeError if the store does not answer."""
+        process never ends. False without a store. Reading raises RuntimeError if the store does not answer."""
         return self.store is not None and bool(self.store.check(["lost/any"]))
 
     def _report_lost(self, peer: int, what: str, timed_out: bool) -> None:
@@ -277,8 +277,8 @@ def call_off(store: TCPStore, group: str, cause: str) -> None:
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """Opens the store where processes meet, on a free port of the local address `host`, and returns it; `.port` is the
-    port. The store ends with the returned object.
+    """Opens the store where processes meet, on a free port of the local address `host`, and returns the store; its
+    `.port` is the port. The store ends with the returned object.
 
     Args:
         host: Address of this machine.

@@ -106,7 +106,7 @@ class PeerChannel:
         return self._transport.failed(self._peer, what, failure, timed_out=deadline.passed, deadline=deadline)
 
     def close(self) -> None:
-        """Closes the connection; the other end notices at once."""
+        """Closes the connection; the other end notices at once. Closing twice is harmless."""
         self._connection.close()
 
 
@@ -218,6 +218,8 @@ class SharedBuffers:
 
     Args:
         size: Minimum bytes of a buffer.
+        count: Number of buffers.
+        device: Device of the memory.
         shared: True to share the memory with device peers.
     """
 
@@ -249,7 +251,8 @@ class SharedBuffers:
         return json.dumps([at, self.flat.numel(), *(f.hex() if isinstance(f, bytes) else f for f in fields)]).encode()
 
     def close(self) -> None:
-        """Frees this process's access to the memory; device peers keep access until they release it."""
+        """Releases this process's access to the memory, and empties `flat`; device peers keep access until their own
+        release. Closing twice is harmless."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
