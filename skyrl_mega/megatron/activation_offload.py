@@ -170,8 +170,8 @@ class SavedView:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """Returns the tensor with dtype, shape and strides as saved. Starts copying the storage back if that has not
-        begun. The tensor shares the storage with other saved views of it.
+        """Returns the tensor with dtype, shape and strides as saved. Starts copying the storage back if the copy has
+        not begun. Views of the same saved storage share the memory.
 
         Work issued from now on waits on the device for the end of the copy; the host does not wait.
         """
@@ -202,7 +202,8 @@ class LayerPass:
         self._offloaded = False
 
     def save(self, tensor: Tensor) -> Tensor | SavedView:
-        """Returns the object for autograd to save: a `SavedView`, or the tensor itself.
+        """Returns the object for autograd to save: a `SavedView`, whose storage is moved to the host later, or the
+        tensor itself.
 
         The tensor itself is returned for parameters and other subclasses, for layouts other than strided, for lazily
         conjugated or negated tensors, and for tensors in host memory.
@@ -270,20 +271,21 @@ class LayerPass:
         self._copies_done = self.pages.record_copies()
 
     def wait_reloaded(self) -> None:
-        """Makes all work issued from now on wait until the storages are back on the device; starts the copy back if it
-        has not begun. The host does not wait."""
+        """Makes all work issued from now on wait until the storages are back on the device; starts the copy back if the
+        copy has not begun. The host does not wait."""
         self.start_reload()
         self.pages.wait(self._copies_done)
         self._copies_done = None
 
     def before_later_backward(self, *_: Any) -> None:
-        """Hook for the start of the backward pass of a later layer: starts copying this layer's storages back."""
+        """Starts copying this layer's storages back to the device. Hook for the start of the backward pass of a later
+        layer; its arguments are ignored."""
         self._free_newest_pass()
         self.start_reload()
 
     def before_own_backward(self, *_: Any) -> None:
-        """Starts copying the storages of this layer back to the device, and those of the preceding offloaded layer,
-        whose backward pass comes next. Hook for the start of this layer's backward pass."""
+        """Starts copying the storages of this layer, and of the preceding offloaded layer, whose backward pass comes
+        next, back to the device. Hook for the start of this layer's backward pass; its arguments are ignored."""
         self._free_newest_pass()
         self.start_reload()
         if self.previous is not None:

@@ -128,6 +128,7 @@ class MegatronActor:
 
         Raises:
             UserError: A tensor is missing or has another shape, or a file is truncated.
+            Damaged, NotOnDevice: A file is corrupted; the parameters are offloaded.
         """
         self.rank.load(Path(path))
 
@@ -346,7 +347,7 @@ class MegatronActor:
 
         Raises:
             UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
-            OSError: On a rank that could not write.
+            OSError, NotOnDevice: On a rank that could not write, or whose parameters are offloaded.
             RuntimeError: On all other ranks, after an error on any rank; names the rank.
         """
         self.rank.export(Path(path), Path(source))
@@ -435,7 +436,7 @@ class MegatronActor:
             base: Name of the publication that readers have; "" for a full image.
 
         Raises:
-            StoreError: The store failed, after several attempts.
+            StoreError, UserError: The store failed, after several attempts; fsspec lacks a package for the store.
             NotOnDevice: The parameters are offloaded.
         """
         from skyrl_mega.weights.connection import largest_of_all

@@ -51,8 +51,11 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     """Checks names and types of `policy.options` and related settings against the installed megatron-core. Stops at the
     first wrong option.
 
-    Nothing is checked if megatron-core is not installed, as in a dry run on another machine. `critic` is None for a run
-    without a critic.
+    Nothing is checked if megatron-core is not installed, as in a dry run on another machine.
+
+    Args:
+        policy: The policy's settings.
+        critic: The critic's settings; None for a run without a critic.
 
     Raises:
         UserError: An option is unknown to megatron-core, with the closest known names; or a value has another type,

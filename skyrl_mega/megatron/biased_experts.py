@@ -16,7 +16,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the product, a tensor of its own, and the bias."""
+        """Returns the product, in memory of its own, and the layer's bias (None without a bias)."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 

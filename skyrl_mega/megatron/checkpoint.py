@@ -82,14 +82,13 @@ class _OwnedRun:
 
 def save(folder: Path, state: RankState) -> None:
     """Writes this rank's part of a checkpoint into `folder`, an empty directory shared by all ranks; rank 0 then
-    completes the checkpoint.
+    completes the checkpoint, and all ranks return.
 
     A collective of all ranks, which exchange only a few bytes. Offloaded state is read through `state.readable`.
-    Returns after the checkpoint is complete.
 
     Raises:
         RuntimeError: A rank could not write; names the rank and the reason. The folder is then incomplete; the caller
-            removes it.
+            removes the folder.
     """
     owned, frozen = _owned(state), _frozen(state)
     owned_runs = {param: part.run for param, part in owned.items()}

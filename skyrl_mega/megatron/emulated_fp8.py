@@ -66,8 +66,8 @@ class EmulatedFp8:
             self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
 
     def begin(self) -> None:
-        """Sets the rounded weights of all layers for the next pass. Call before every pass, with the parameters on the
-        device and complete. A collective of all ranks."""
+        """Computes the rounded weights of all layers for the next pass. Call before every pass, with the parameters on
+        the device and complete. A collective of all ranks."""
         with torch.no_grad():
             if self._scales is not None:
                 self._scales.compute(self._params)

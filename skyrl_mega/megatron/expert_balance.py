@@ -48,10 +48,9 @@ class ExpertBalance:
 
     @contextmanager
     def counting_choices(self, experts: int, device: torch.device) -> Iterator[None]:
-        """Counts the experts chosen in the forward passes inside the context; sets `share` and `tokens` at the end.
-
-        A collective of the ranks with the same layers. Call before training on each mini-batch, for the passes of all
-        its micro-batches; also resets the sums of `value`.
+        """Counts the experts chosen in the forward passes inside the context; sets `share` and `tokens` at the end, not
+        after an error. A collective of the ranks with the same layers. Call before training on each mini-batch, for the
+        passes of all its micro-batches; also resets the sums of `value`.
 
         Args:
             experts: E.

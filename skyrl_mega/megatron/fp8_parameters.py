@@ -137,6 +137,7 @@ def load(
 
     Raises:
         UserError: A tensor is missing or misshapen, or a file is truncated; a message of a single line.
+        Damaged: A file is corrupted.
     """
     files.load(path, _part(shard, [n for n, p in params.items() if not is_float8tensor(p)]), params, optional)
     if optimizer is not None:
@@ -237,8 +238,8 @@ class MasterWeights:
         return {name: self._readable(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
-        """Copies the result of `copies` back into the master weights of the same names. Does not round them into the
-        parameters. Raises KeyError for a name without a master weight on this rank."""
+        """Copies the result of `copies` back into the master weights of the same names. The parameters stay unchanged;
+        `round` updates the parameters. Raises KeyError for a name without a master weight on this rank."""
         for name, values in copies.items():
             self._runs[name][1].data.copy_(values)
 

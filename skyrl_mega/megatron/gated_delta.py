@@ -119,7 +119,7 @@ class PackedDeltaNet(MegatronModule):
 
 
 def require_kernels() -> None:
-    """Raises UserError on a machine with CUDA if flash-linear-attention cannot be imported; returns None otherwise."""
+    """Raises UserError on a machine with CUDA if flash-linear-attention cannot be imported; does nothing otherwise."""
     if torch.cuda.is_available() and chunk_gated_delta_rule is None:
         raise UserError(
             "gated delta nets need the package fla-core (flash-linear-attention) on CUDA, which cannot be imported",

@@ -43,7 +43,7 @@ class TrainGroup:
 
         Raises:
             UserError: A tensor is missing or has another shape.
-            ActorFailed: A rank failed or did not answer within `timeout_s`. After any error the group is ended.
+            ActorFailed: A rank failed or did not answer within `timeout_s` seconds. After any error the group is ended.
         """
         self._call("load", str(path.absolute()), waiting=waiting)
 
@@ -151,8 +151,8 @@ class TrainGroup:
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
     def logprobs(self, *, temperature: float) -> list[Tensor]:
-        """Computes the log-prob of every stored token given the previous tokens: float32 [T] in nats for each
-        mini-batch, in the order of `hold`.
+        """Has the ranks compute the log-prob of every stored token given the previous tokens, and returns float32 [T]
+        in nats for each mini-batch, in the order of `hold`.
 
         Tokens without a weight in the loss get 0 (`ModelWorker.logprobs`). Adds no column. The parameters must be on
         the device.
@@ -182,7 +182,8 @@ class TrainGroup:
         return self.column(name)
 
     def column(self, name: str) -> list[Tensor]:
-        """Returns a column computed by the ranks, such as the result of `keep_logprobs`: [T] for each mini-batch.
+        """Returns a column computed by the ranks, such as the result of `keep_logprobs`: [T] for each mini-batch, in
+        the order of `hold`.
 
         Args:
             name: Name of the column.
@@ -216,7 +217,8 @@ class TrainGroup:
     def train(
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks.
+        """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks: `grad_norm` before
+        clipping, `lr`, and the loss's metrics.
 
         The mini-batch needs the columns of the loss, such as weights and advantages; parameters, gradients and
         optimizer must be on the device. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.
@@ -237,10 +239,11 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
-        signal: those of the loss, without `grad_norm` and `lr`. Changes no weight.
+        signal: name → metric of the loss, without `grad_norm` and `lr`. Changes no weight and adds no column. Only the
+        parameters must be on the device. A loss of NaN is no error.
 
-        Takes the arguments of `train`. Adds no column. Only the parameters must be on the device. A loss of NaN is no
-        error.
+        Args:
+            mini, temperature, loss, figures: As for `train`.
 
         Raises:
             ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.

@@ -46,20 +46,22 @@ class HostMemory:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)))
 
     def release_pages(self) -> None:
-        """Next to a CPU device, stops counting the block as memory of this process until the next access; contents are
-        kept. Does nothing for a GPU."""
+        """Removes the block from this process's memory use until the next access, for a CPU device; the bytes of the
+        block stay valid. Does nothing for a GPU."""
         if self._cpu:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Ends the page lock for a GPU, else does nothing. Call at most once. The memory itself is freed with the last
-        tensor on it."""
+        """Ends the page lock for a GPU; does nothing for a CPU device. Call at most once. The memory itself is freed
+        together with the last tensor on it."""
         if not self._cpu:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())))
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Returns unused cached memory to other users: torch's to the GPU, or the C library's to the operating system."""
+    """Returns unused cached memory to other users: for a CUDA device torch's cache to the GPU, for a CPU device the C
+    library's to the operating system. After the first call on a CPU, freed blocks of `MAPPED` bytes or more return at
+    once."""
     if device.type == "cpu":
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, MAPPED)

@@ -127,8 +127,9 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x [..., local heads, D], divided by the root of the mean square over all heads of all tensor ranks,
-        and multiplied by this rank's part of the weight. A collective of the tensor ranks if the heads are split."""
+        """Returns x [..., local heads, D], divided by the root of the mean square (plus `eps`) over all heads of all
+        tensor ranks, and multiplied by this rank's part of the weight. A collective of the tensor ranks if the heads
+        are split."""
         flat = x.flatten(-2).float()
         local = flat.shape[-1]
         squares = flat.square().sum(-1, keepdim=True)

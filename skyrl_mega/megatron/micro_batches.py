@@ -50,8 +50,8 @@ def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, toke
 
 
 def split_apart(batch: Samples | Sequences, silent: Tensor | None, parallel: ParallelDims, tokens: int) -> Split:
-    """Splits a mini-batch as `split_micro_batches`, with separate micro-batches for samples without a gradient if this
-    saves time by an estimate.
+    """Splits a mini-batch as `split_micro_batches` does and returns the micro-batches of all ranks, with separate
+    micro-batches for samples without a gradient if this saves time by an estimate.
 
     Args:
         batch, parallel, tokens: See `split_micro_batches`.

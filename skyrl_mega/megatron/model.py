@@ -130,10 +130,8 @@ def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
-
-    Raises:
-        UserError: megatron-core refuses `policy.options`, or the architecture is not supported.
-    """
+    Raises UserError if megatron-core refuses `policy.options`, an option contradicts the model, or the architecture is
+    not supported."""
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
@@ -236,10 +234,16 @@ def build_model(
     *,
     head: HeadKind = "vocab",
 ) -> list[HiddenGPT]:
-    """Returns this rank's model chunks on the device: one, or one per virtual stage. Weights are not loaded.
+    """Returns this rank's model chunks on the device: one, or one per virtual stage. Weights are not loaded. Call after
+    `join`.
 
-    Call after `join`. `hf` is the model's config.json. `head` is the output projection ("vocab"), or a critic's value
-    head ("value").
+    Args:
+        hf: The model's config.json.
+        policy: Settings of layers and precision.
+        parallel: The layout.
+        dtype: Dtype of the parameters.
+        device: The rank's device.
+        head: The output projection ("vocab"), or a critic's value head ("value").
 
     Raises:
         UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported, or as in
@@ -400,7 +404,7 @@ def gather_parameters(chunks: Iterable[Any]) -> None:
 
 
 def head_weight(chunk: Any) -> Tensor:
-    """Returns the head's weight on this rank of the last stage: [V/tp, H], or [1, H] for a value head.
+    """Returns the head's weight on this rank of the last stage, not copied: [V/tp, H], or [1, H] for a value head.
 
     Waits for a pending gather of this parameter over the data-parallel ranks, because the head runs after the model's
     forward pass, outside of DDP's hooks.

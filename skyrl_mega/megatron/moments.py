@@ -99,8 +99,8 @@ class AdamWithBfloat16Moments(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes one step of all weights with a gradient: moments in float32, then rounded to bfloat16. Returns the
-        result of `closure`, or None without one."""
+        """Takes one step of all weights with a gradient: computes with moments in float32, and stores the moments
+        rounded to bfloat16. Returns the result of `closure`, or None without a closure."""
         moments = [
             (state, kind, state[kind])
             for group in self.param_groups

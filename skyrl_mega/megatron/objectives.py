@@ -28,9 +28,8 @@ VALUE = "value"
 
 
 def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = None) -> Objective:
-    """Returns the loss as a function of `LossInputs`, with bound settings. The function returns the loss and metrics.
-
-    Metrics include the mismatch between policy and engine if the inputs contain engine log-probs.
+    """Returns the loss as a function of `LossInputs`, with bound settings. The function returns the loss and metrics,
+    which include the mismatch between policy and engine if the inputs contain engine log-probs.
 
     With `algorithm.old_logprobs=engine` the loss uses the engine's log-probs as old log-probs; the mismatch still
     compares with the policy's.

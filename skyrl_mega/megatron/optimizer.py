@@ -31,9 +31,9 @@ _NEVER = 2**40  # decay steps never reached by a constant schedule
 def build_optimizer(
     config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype, key: str = "policy.optimizer"
 ) -> MegatronOptimizer:
-    """Returns AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
-
-    A step raises `NotFinite` or `NoGradient` before changing any weight, for a gradient norm of NaN, infinity or 0.
+    """Returns AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay. A
+    step of the result raises `NotFinite` or `NoGradient` before changing any weight, for a gradient norm of NaN,
+    infinity or 0.
 
     Moments are allocated here, so that a layout too large for memory fails now, and the moments do not fragment a first
     step's activations. Only a streamed optimizer leaves the allocation to `StreamedOptimizer`, which never holds all

@@ -82,7 +82,8 @@ class PackedAttention(MegatronModule):
         collective of the context ranks, if several.
 
         Raises:
-            ValueError: `packed_seq_params` lacks the row's description (`packing.pack`).
+            ValueError: `packed_seq_params` lacks the row's description (`packing.pack`), or the context ranks cannot
+                split the heads evenly.
         """
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:

@@ -40,7 +40,7 @@ class RowRoutes:
     """[L, M, K]: buffer for the routers' own choices when recording."""
 
     def to(self, device: torch.device) -> RowRoutes:
-        """Returns a copy with all tensors on a device."""
+        """Returns a copy with all tensors on `device`."""
         return replace(self, **_on_device(self, device))
 
 
@@ -101,7 +101,7 @@ class MicroBatch:
         return (self.read < 0)[None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Returns a copy with all tensors, columns and routes included, on a device."""
+        """Returns a copy with all tensors, columns and routes included, on `device`."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
         routes = self.row.routes.to(device) if self.row.routes else None
         row = replace(self.row, routes=routes, **_on_device(self.row, device))

@@ -128,8 +128,7 @@ def open_trace(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
     """Reads the head of a torch.profiler file; returns its time origin, in nanoseconds since the epoch, and an iterator
     over all events in the order of the file, with times in microseconds since this origin.
 
-    Keep `text` open while reading events. The file may be larger than memory: torch writes each event's braces on
-    separate lines, indented by two spaces.
+    Keep `text` open while reading events. The file may be larger than memory: events are read one at a time.
 
     Raises:
         ValueError: The file does not start in torch 2.13's format.

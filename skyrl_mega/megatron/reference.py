@@ -22,6 +22,12 @@ class Reference:
 
     To load the set, load the model's parameters inside `swapped`. All copies run on the current stream, so only
     computations with the weights wait.
+
+    Args:
+        params: The model's parameters.
+
+    Raises:
+        ValueError: A parameter is not contiguous.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -39,7 +45,7 @@ class Reference:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Exchanges the reference's weights with the parameters' values inside the context; then exchanges them back,
+        """Exchanges the reference's weights with the parameters' values inside the context; then exchanges both back,
         bit by bit, also after an error, so values written into the parameters inside become the reference. The
         parameters must be on the device, with no gather pending."""
         self.restore_policy()

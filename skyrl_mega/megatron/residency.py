@@ -76,7 +76,8 @@ class OffloadablePart:
                 storage.resize_(0)
 
     def onload(self) -> int:
-        """Moves the storages back to the device and returns the bytes copied; no-op if already there."""
+        """Moves the storages back to the device, waits for the end, and returns the bytes copied; 0 without copying if
+        the storages are already there or dropped (dropped storages become zeros)."""
         copied = self.begin_onload()
         self.end_onload()
         return copied
@@ -99,7 +100,7 @@ class OffloadablePart:
         return 0
 
     def end_onload(self) -> None:
-        """Waits for the end of the copies of `begin_onload`. Call only after it."""
+        """Waits for the end of the copies of `begin_onload`. Call only after `begin_onload`."""
         self._wait_for_copies()
         self.offloaded = False
 
@@ -115,13 +116,14 @@ class OffloadablePart:
         return torch.empty(0, dtype=tensor.dtype).set_(host_storage, offset, tensor.shape, tensor.stride())
 
     def release_pages(self) -> None:
-        """Lets the operating system reclaim memory read through `host_view`; contents are kept. See `HostMemory`."""
+        """Lets the operating system reclaim memory read through `host_view`; the values stay valid. See
+        `HostMemory.release_pages`."""
         if self._host is not None:
             self._host.release_pages()
 
     def close(self) -> None:
-        """Frees the host memory and forgets the storages, with offloaded contents. Without host memory only the
-        storages are forgotten."""
+        """Frees the host memory and forgets the storages, so that offloaded contents are lost. Closing twice is
+        harmless."""
         self.forget()
         if self._host is not None:
             self._host.close()
@@ -184,7 +186,7 @@ class Streamed(Protocol):
         """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
 
     def release_pages(self) -> None:
-        """Lets the operating system reclaim memory read through `host_view`; contents are kept."""
+        """Lets the operating system reclaim memory read through `host_view`; the values stay valid."""
 
     def close(self) -> None:
         """Frees the host memory."""
@@ -213,7 +215,8 @@ class Resident:
         return frozenset(name for name, part in self._parts.items() if part.offloaded)
 
     def require(self, *parts: str) -> None:
-        """Raises `NotOnDevice` if any of these parts is offloaded, and KeyError for a part not in `tensors`."""
+        """Raises `NotOnDevice` if any of these parts is offloaded, and KeyError for a part not in `tensors`; else does
+        nothing."""
         for name in parts:
             if self._parts[name].offloaded:
                 raise NotOnDevice(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
@@ -233,7 +236,7 @@ class Resident:
     @contextmanager
     def onloaded(self, *parts: str) -> Iterator[None]:
         """Keeps the parts on the device inside the context; afterwards, also after an error, offloads the parts that
-        were offloaded before."""
+        were offloaded before. Raises KeyError for a part not in `tensors`."""
         offloaded_names = [name for name in parts if self._parts[name].offloaded]
         self.onload(offloaded_names)
         try:
@@ -243,8 +246,8 @@ class Resident:
                 self.offload(offloaded_names)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded. Only for
-        reading; `release_pages` afterwards."""
+        """Returns a tensor with the current values of `tensor`: `tensor` itself, or a view of host memory if the tensor
+        is offloaded. Only for reading; call `release_pages` afterwards."""
         if self.streamed and (values := self.streamed.host_view(tensor)) is not None:
             return values
         for part in self._parts.values():
@@ -253,7 +256,7 @@ class Resident:
         return tensor
 
     def release_pages(self) -> None:
-        """Lets the operating system reclaim memory read through `readable`; contents are kept."""
+        """Lets the operating system reclaim memory read through `readable`; the values stay valid."""
         for part in self._parts.values():
             part.release_pages()
         if self.streamed:
@@ -279,14 +282,15 @@ class Resident:
 
 
 def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Yields the buffers with all gradients of the chunks, from megatron-core's data parallelism."""
+    """Yields the buffers, in megatron-core's data parallelism, that hold all gradients of the chunks."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yields the tensors of an optimizer's master weights and moments, on or off the device."""
+    """Yields the tensors of an optimizer's master weights and moments, on or off the device; scalars such as step
+    counts are left out."""
     for part in inner_optimizers(optimizer):
         for _, master in master_weights(part):
             if master is not None:  # Transformer Engine's Adam may keep it in its state

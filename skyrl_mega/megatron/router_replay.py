@@ -88,7 +88,8 @@ class RouterReplay:
 
         Args:
             off: True to ignore routes: the routers choose.
-            recording: True to let the routers choose, and to keep the choices as routes (see `end`).
+            recording: True to let the routers choose, and to keep the choices as routes (see `end`). Ignored with
+                `off`.
         """
         self.off, self.recording = off, recording
         try:

@@ -32,7 +32,7 @@ class KernelRows(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """The kernel's separate argument for a causal mask without a window."""
+        """True for a causal mask without a window, which the kernel takes as a separate argument."""
         return self.window == (-1, 0)
 
 
@@ -52,7 +52,8 @@ class SinkKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Returns the gradients of query, key, value and sinks, given that of the output."""
+        """Returns the gradients of query, key, value and sinks, and None for `rows`, given the gradient of the output,
+        [L, H, D]."""
         query, key, value, sinks, bounds_q, bounds_k, out, total, random = ctx.saved_tensors
         rows, gradient = KernelRows(bounds_q, bounds_k, *ctx.other), gradients[0].contiguous()
         of_inputs = backward_kernel(gradient, (query, key, value), (out, total, random), rows)

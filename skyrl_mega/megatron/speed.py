@@ -36,8 +36,8 @@ def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
 
 
 def fusions(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, bool]:
-    """Returns every field in `FIELDS` of megatron-core's TransformerConfig → True for a fused kernel; arguments as in
-    `fields`."""
+    """Returns field name → bool for all fields in `FIELDS` of megatron-core's TransformerConfig: True for a fused
+    kernel. The arguments are those of `fields`."""
     wanted = fused(policy, spec, experts)
     return {field: name in wanted for name, field in FIELDS.items()}
 

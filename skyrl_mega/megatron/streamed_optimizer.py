@@ -98,8 +98,8 @@ class StreamedPart:
                 group["step"] = count
 
     def to_model(self) -> None:
-        """Copies masters into the model's weights. The first call after `step` does nothing, as the step already did
-        so."""
+        """Copies the masters into the model's weights, piece by piece. The first call after `step` does nothing,
+        because the step copied the masters already."""
         if not self._stepped:
             with closing(self._pieces_on_device()) as pieces:
                 for piece in pieces:
@@ -108,7 +108,8 @@ class StreamedPart:
 
     @torch.no_grad()
     def from_model(self, state_dict: Any = None) -> None:
-        """Copies the model's weights into the masters, piece by piece; the moments stay. `state_dict` must be None."""
+        """Copies the model's weights into the masters, piece by piece; the moments stay. `state_dict` must be None,
+        else raises AssertionError."""
         assert state_dict is None, "weights come from the model alone"
         with closing(self._pieces_on_device()) as pieces:
             for p, master in (pair for piece in pieces for pair in piece.weights):
@@ -173,7 +174,7 @@ class StreamedOptimizer:
         return next((values for part in self._storage_groups() if (values := part.host_view(tensor)) is not None), None)
 
     def release_pages(self) -> None:
-        """Lets the operating system reclaim memory read through `host_view`; contents are kept."""
+        """Lets the operating system reclaim memory read through `host_view`; the values stay valid."""
         for part in self._storage_groups():
             part.release_pages()
 
