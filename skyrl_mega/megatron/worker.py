@@ -126,8 +126,9 @@ class ModelWorker:
         return "critic" if self.head == "value" else "policy"
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Creates a new optimizer and schedule, with zero moments. Master weights come from the model; masters of FP8
-        parameters, which are rounded, come from the previous optimizer. An offloaded optimizer stays offloaded.
+        """Creates a new optimizer and schedule, with zero moments, in place of the previous. Master weights come from
+        the model; masters of FP8 parameters, which are rounded, come from the previous optimizer. An offloaded
+        optimizer stays offloaded.
 
         Raises:
             UserError: megatron-core refuses `options` of the settings.
@@ -159,10 +160,11 @@ class ModelWorker:
         all ranks.
 
         A critic's value head stays unchanged if the directory lacks a value head, as a policy's directory does. Moments
-        and schedule stay unchanged; offloaded parts are onloaded for this, and offloaded again.
+        and schedule stay unchanged; offloaded parts are onloaded for the call, and offloaded again.
 
         Raises:
             UserError: A tensor is missing or has another shape, or a file is truncated.
+            Damaged: A file is corrupted.
         """
         with torch.no_grad(), self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
@@ -189,11 +191,12 @@ class ModelWorker:
 
     def keep_reference(self, path: Path) -> None:
         """Keeps the weights of a Hugging Face directory in host memory as reference, for `logprobs(reference=True)`, in
-        place of an earlier reference. The model's own weights stay unchanged, and where they are: offloaded ones are
-        onloaded for this only. A collective of all ranks.
+        place of an earlier reference. The model's own weights stay unchanged, and on or off the device as before. A
+        collective of all ranks.
 
         Raises:
             UserError: A tensor is missing or has another shape; an earlier reference stays.
+            Damaged: A file is corrupted; an earlier reference stays.
         """
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
@@ -306,6 +309,7 @@ class ModelWorker:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         self._restore_policy_weights()
         for chunk in self.chunks:
@@ -354,12 +358,12 @@ class ModelWorker:
             micros: This rank's micro-batches, at least one.
             objective: The loss of a micro-batch.
             temperature: Divides the logits; unused by a critic.
-            forward_only: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks. They take
-                a forward pass for the metrics, and no backward pass.
+            forward_only: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks; only a
+                forward pass is run for these, for the metrics.
 
         Returns:
-            `grad_norm` before clipping and `lr`, on the last pipeline stage with the objective's metrics, summed over
-            all ranks.
+            `grad_norm` before clipping and `lr`; on the last pipeline stage also the objective's metrics, summed over
+                all ranks.
 
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.
@@ -400,8 +404,11 @@ class ModelWorker:
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
         """Returns the metrics of `train` that need no backward pass (all but `grad_norm`, `lr` and `expert_balance`),
-        from a forward pass in evaluation mode. Changes no weight, and returns {} on all pipeline stages but the last. A
-        loss of NaN is no error. A collective of all ranks.
+        from a forward pass in evaluation mode; {} on all pipeline stages but the last. Changes no weight. A loss of NaN
+        is no error. A collective of all ranks.
+
+        Args:
+            micros, objective, temperature: As for `train`.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
@@ -553,7 +560,7 @@ class ModelWorker:
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in any layout: weights, optimizer, schedule. Offloaded parts
-        are onloaded for this, and offloaded again. Only for a trainable model. A collective of all ranks.
+        are onloaded for the call, and offloaded again. Only for a trainable model. A collective of all ranks.
 
         Raises:
             UserError: The checkpoint belongs to another model or has another format; raised on every rank.
@@ -580,8 +587,8 @@ class ModelWorker:
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory `path`, with configuration and tokenizer from `source`;
-        replaces an earlier export. Offloaded parameters are onloaded for this, and offloaded again. A collective of all
-        ranks.
+        replaces an earlier export. Offloaded parameters are onloaded for the call, and offloaded again. A collective of
+        all ranks.
 
         Raises:
             UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.

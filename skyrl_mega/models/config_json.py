@@ -73,7 +73,7 @@ def number(hf: Hf, key: str) -> float:
 
 
 def require(hf: Hf, key: str, allowed: Any) -> None:
-    """Checks that `key` is absent, null or equal to `allowed`.
+    """Raises an error unless `key` is absent, null or equal to `allowed`.
 
     Raises:
         UserError: The key has another value.
@@ -83,7 +83,7 @@ def require(hf: Hf, key: str, allowed: Any) -> None:
 
 
 def require_given(hf: Hf, key: str, needed: Any) -> None:
-    """Checks that config.json contains `key` with the value `needed`, for keys with other defaults in vLLM.
+    """Raises an error unless config.json contains `key` with the value `needed`, for keys with other defaults in vLLM.
 
     Raises:
         UserError: The key is missing, or has another value, null included.

@@ -122,8 +122,8 @@ class Decoder:
         return frozenset(index for index, kind in enumerate(self.order) if kind in kinds)
 
     def layer(self, index: int) -> Layer:
-        """Returns the blocks of layer `index` (global, from 0), in execution order. Raises IndexError beyond the last
-        layer."""
+        """Returns the blocks of layer `index` (global, from 0), in execution order. A negative index counts from the
+        end. Raises IndexError beyond the last layer."""
         return self.kinds[self.order[index]]
 
     @cached_property

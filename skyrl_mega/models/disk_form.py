@@ -41,7 +41,10 @@ class DiskForm(NamedTuple):
 
         Args:
             values: The rows, a contiguous tensor.
-            shape: Global shape of these rows. Another number of elements raises RuntimeError.
+            shape: Global shape of these rows.
+
+        Raises:
+            RuntimeError: `shape` has another number of elements than `values`.
         """
         ordered = values.view([shape[axis] for axis in self.axes])
         return ordered.permute([self.axes.index(axis) for axis in range(len(self.axes))])

@@ -38,6 +38,9 @@ def runs_to_write(
         shard: The rank's shard (`megatron.shard`).
         owned: Parameter → the run trained by the distributed optimizer on this rank.
         frozen: Untrained parameter → the run of all its elements.
+
+    Raises:
+        ValueError: `rank` is not in the layout.
     """
     at = parallel.coordinates(rank)
     uncut = whole_params(decoder, shard) if parallel.tensor > 1 else set()

@@ -21,7 +21,7 @@ from skyrl_mega.parallel.box import Shard
 def check(
     decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Checks that vLLM can split this model over the workers of an engine; stops at the first problem.
+    """Raises an error if vLLM cannot split this model over the workers of an engine; stops at the first problem.
 
     Args:
         decoder: The model.
@@ -47,7 +47,7 @@ def check(
 def check_blocks(
     decoder: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Checks that a division of an engine cuts through no scaled block of an FP8 checkpoint's parameters.
+    """Raises an error if a division of an engine cuts through a scaled block of an FP8 checkpoint's parameters.
 
     Otherwise vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any wire.
     Call only for engines with parameters of such a checkpoint; the arguments are those of `check`.

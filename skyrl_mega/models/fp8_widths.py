@@ -13,8 +13,8 @@ from skyrl_mega.parallel.dims import ParallelDims
 def check(
     decoder: Decoder, parallel: ParallelDims, precision: PrecisionConfig, spec: Spec, key: str = "policy.layout"
 ) -> None:
-    """Checks that an FP8 recipe supports the widths of the model and of each rank's part. Accepts any model without
-    FP8.
+    """Raises an error unless an FP8 recipe supports the widths of the model and of each rank's part. Accepts any model
+    without FP8.
 
     Transformer Engine multiplies FP8 only in certain multiples. And numbers with the same scale must not be split: each
     part would get a different scale, and results would depend on the layout.

@@ -37,7 +37,8 @@ def layer_spec(setting: str, device: str) -> Spec:
 
 
 def require_transformer_engine() -> None:
-    """Imports Transformer Engine, to refuse the `te` spec if the package or its compiled extension cannot be imported.
+    """Imports Transformer Engine, and so refuses the `te` spec if the package or its compiled extension cannot be
+    imported.
 
     Call before importing megatron-core. On an ImportError megatron-core continues without Transformer Engine; on any
     other error (a missing library, another cuDNN) megatron-core's own import fails.
@@ -93,7 +94,7 @@ def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]
 
 
 def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
-    """Checks that a layout divides this model and trains correctly; stops at the first problem.
+    """Raises an error unless a layout divides this model and trains correctly; stops at the first problem.
 
     Args:
         decoder: The model.
@@ -101,7 +102,7 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
         key: The layout's setting, for errors.
 
     Raises:
-        UserError: The layout does not; names the setting under `key`, the value and the allowed values.
+        UserError: Names the setting under `key`, the value and the allowed values, or config.json.
     """
 
     for cut in (cut for block in (*decoder.blocks, decoder.embedding, decoder.head) for cut in block.megatron_cuts()):

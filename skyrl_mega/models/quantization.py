@@ -64,20 +64,22 @@ def block_fp8(hf: Hf) -> BlockFp8 | None:
 
 
 def mxfp4(hf: Hf) -> bool:
-    """Returns True if `quantization_config` of config.json describes MXFP4."""
+    """Returns True if `quantization_config` of config.json describes MXFP4; False for any other value, also without the
+    key."""
     given = hf.get("quantization_config")
     return isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
 
 
 def check_quantisation(hf: Hf, *, in_mxfp4: bool) -> None:
-    """Checks that the project reads the checkpoint's quantisation.
+    """Raises an error unless the project reads the checkpoint's quantisation; accepts a checkpoint without
+    quantisation.
 
     Args:
         hf: Content of config.json.
         in_mxfp4: True for a family published in MXFP4.
 
     Raises:
-        UserError: The project does not; names the method and the reason.
+        UserError: Names the unsupported method and the reason.
     """
     block_fp8(hf)
     if mxfp4(hf) and not in_mxfp4:

@@ -72,7 +72,7 @@ class Architecture:
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
-        """Checks that a policy layout divides the model and trains correctly.
+        """Raises an error unless a policy layout divides the model and trains correctly.
 
         Args:
             hf: Content of config.json.
@@ -80,15 +80,14 @@ class Architecture:
             key: The layout's setting, for errors.
 
         Raises:
-            UserError: The layout does not; names the setting under `key`, the value and the allowed values. Or
-                config.json is not supported.
+            UserError: Names the setting under `key`, the value and the allowed values. Or config.json is not supported.
         """
         megatron.check(self.describe(hf), parallel, key)
 
     def check_engine(
         self, hf: Hf, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
     ) -> None:
-        """Checks that vLLM can split the model into engines of this size.
+        """Raises an error unless vLLM can split the model into engines of this size.
 
         Args:
             hf: Content of config.json.
@@ -98,7 +97,7 @@ class Architecture:
             data: Data-parallel replicas inside the engine.
 
         Raises:
-            UserError: vLLM cannot; names `key`, the value and the allowed values. Or config.json is not supported.
+            UserError: Names `key`, the value and the allowed values. Or config.json is not supported.
         """
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 

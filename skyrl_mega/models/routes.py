@@ -57,8 +57,8 @@ class RouteShape:
         return np.zeros((tokens, len(self.layers), self.per_token), self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int, what: str) -> None:
-        """Checks that this model's routers can have chosen `routes` for `tokens` tokens: a token without a route is
-        refused too.
+        """Raises an error unless this model's routers can have chosen `routes` for `tokens` tokens: a token without a
+        route is refused too.
 
         Args:
             routes: [tokens, M, K], each an expert's index + 1 (0: no route), with distinct experts in each layer.

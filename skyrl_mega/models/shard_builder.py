@@ -33,11 +33,18 @@ class ShardBuilder:
     def rows(
         self, param: str, at: int, tensor: str, start: int = 0, count: int | None = None, stack: tuple[int, ...] = ()
     ) -> None:
-        """Declares that rows `start … start + count - 1` of `tensor` (count None: all rows) lie in the parameter from
-        row `at` on.
+        """Declares that rows `start … start + count - 1` of `tensor` lie in the parameter from row `at` on.
 
-        `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
-        tensor. Raises KeyError for an unknown `tensor`.
+        Args:
+            param: Local parameter, already declared (`param`).
+            at: First row in the parameter.
+            tensor: The global tensor, as a block calls it.
+            start: First row in the tensor.
+            count: Number of rows; None: all rows of the tensor.
+            stack: Entry of the parameter's leading dimensions, if the parameter has more dimensions than the tensor.
+
+        Raises:
+            KeyError: `tensor` is unknown.
         """
         tensor = self._on_disk(tensor)
         shape = self._tensors[tensor]
@@ -56,7 +63,7 @@ class ShardBuilder:
         self, param: str, offset: tuple[int, ...], tensor: str, start: tuple[int, ...], shape: tuple[int, ...]
     ) -> None:
         """Declares that the box of `tensor` with this start and shape lies at `offset` of the parameter, which has as
-        many dimensions."""
+        many dimensions as the tensor. The names are not checked."""
         self._pieces.append(Piece(self._on_disk(tensor), self._box(start, shape), param, offset))
 
     def whole(self, param: str, tensor: str) -> None:
@@ -70,5 +77,5 @@ class ShardBuilder:
         return self._boxes.setdefault(box, box)
 
     def shard(self) -> Shard:
-        """Returns the parameters and pieces declared so far."""
+        """Returns the parameters and pieces declared so far, as a shard."""
         return Shard(self._params, tuple(self._pieces))

@@ -249,11 +249,11 @@ class Block(Protocol):
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         """Raises UserError, naming a setting under `key` or config.json, for a layout allowed by `megatron_cuts` that
-        trains incorrectly; returns None for any other layout."""
+        trains incorrectly or cannot be built; does nothing for any other layout."""
 
     def check_fp8(self, key: str) -> None:
         """Raises UserError, naming `key`, if the block has not been tested with FP8 in training, on the wire and in
-        engines. Returns None for a tested block."""
+        engines. Does nothing for a tested block."""
 
     # --- vLLM ---
 
@@ -275,7 +275,7 @@ class Block(Protocol):
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         """Raises UserError, naming `key` or config.json, for a division of an engine allowed by `engine_cuts` that vLLM
-        does not support for this block; returns None for any other division."""
+        does not support for this block; does nothing for any other division."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
@@ -283,7 +283,7 @@ class Block(Protocol):
         return {}
 
     def check_cpu_engine(self, prefix: str, dtype: str) -> None:
-        """Raises UserError for a width or a type not supported by vLLM on a CPU, and returns None otherwise.
+        """Raises UserError for a width or a type not supported by vLLM on a CPU; does nothing otherwise.
 
         Args:
             prefix: Text before config.json's key in an error about a width.
@@ -291,14 +291,14 @@ class Block(Protocol):
         """
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`: argument of
-        the engine → value; {} if it needs none."""
+        """Returns the vLLM arguments without which this block computes wrong results on `device` (`cpu` or `cuda`):
+        argument of the engine → value; {} if no argument is needed."""
         return {}
 
     # --- cost ---
 
     def flops(self) -> TokenFlops:
-        """Returns the floating point operations of a token in the block's forward pass, over all ranks."""
+        """Returns the floating point operations of a token in the block's forward pass, the sum over all ranks."""
         ...
 
     def saved_bytes(self, work: Work) -> float:
@@ -307,8 +307,9 @@ class Block(Protocol):
         ...
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns `saved_bytes` less what `recompute`, a value of `policy.recompute` (`none`, `selective` or `moe`),
-        recomputes, in Transformer Engine's layers; with `none` all of `saved_bytes`."""
+        """Returns the bytes kept by autograd as in `saved_bytes`, without the tensors that `recompute`, a value of
+        `policy.recompute` (`none`, `selective` or `moe`), recomputes, in Transformer Engine's layers; with `none` all
+        of `saved_bytes`."""
         return self.saved_bytes(work)
 
     def gradient_bytes(self, work: Work) -> float:
@@ -316,7 +317,8 @@ class Block(Protocol):
         return 0.0
 
     def messages(self, parallel: ParallelDims) -> Messages:
-        """Returns the elements exchanged between policy ranks for a token in the block's forward pass."""
+        """Returns the elements exchanged between policy ranks for a token in the block's forward pass; all 0 by
+        default."""
         return Messages()
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:

@@ -41,11 +41,11 @@ class ExpertNames:
     """The names of the tensors of a layer with experts, on disk and in vLLM, below the layer's name."""
 
     part: str = "mlp"
-    """The feed-forward part; its router is `<part>.gate`, its experts are `<part>.experts.<index>`."""
+    """Name of the feed-forward part; its router is `<part>.gate`, its experts are `<part>.experts.<index>`."""
     bias: str = "mlp.gate.e_score_correction_bias"
-    """The router's correction bias, if it has one."""
+    """Name of the router's correction bias (`ExpertRouter.bias`); unused for a router without a correction bias."""
     matrices: tuple[str, str, str] = GATED
-    """Gate, up and down of an expert."""
+    """Names of the gate, up and down matrices of an expert, below the expert's name."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class LatentAttention(Block):
                 )
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns vLLM's arguments for correct results on a CPU; {} on CUDA.
+        """Returns vLLM's arguments for correct results on a CPU: argument → value; {} on CUDA.
 
         The arguments select vLLM's reference backend, not picked by default on a machine with AMX, and torch's rotary
         positions: vLLM's CPU kernel reads the three-dimensional queries of latent attention with a wrong stride, and

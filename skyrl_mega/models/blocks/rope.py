@@ -69,7 +69,7 @@ class Yarn:
         )
 
     def megatron_fields(self) -> dict[str, Any]:
-        """Returns the fields of `megatron.yarn.YarnConfig` for grouped-query attention."""
+        """Returns the fields of `megatron.config_classes.YarnConfig` for grouped-query attention."""
         return {
             "yarn_rotary_scaling_factor": self.factor,
             "yarn_original_max_position_embeddings": self.original_max_position_embeddings,

@@ -47,7 +47,8 @@ class ExpertRouter:
             per_token: Number of experts of a token.
 
         Raises:
-            UserError: A key is missing or has an unsupported value, or megatron-core cannot compute the router.
+            UserError: A key is missing or has an unsupported value, such as groups of experts that megatron-core ranks
+                in another way.
         """
         if not flag(hf, "norm_topk_prob"):
             raise unsupported(hf, "norm_topk_prob", "true, as megatron-core always divides sigmoid scores by their sum")

@@ -59,7 +59,7 @@ def describe(hf: Hf) -> Decoder:
 
 
 def require_vllm_defaults(hf: Hf) -> None:
-    """Checks keys with which vLLM would compute another model than transformers.
+    """Raises an error for keys with which vLLM would compute another model than transformers.
 
     Raises:
         UserError: A key has another value than vLLM's default.
