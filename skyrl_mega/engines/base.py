@@ -115,7 +115,7 @@ class Drafts:
     """Steps without drafts, because drafts would have cost more time than they save."""
 
     def add(self, other: Drafts) -> None:
-        """Adds the counts of `other`."""
+        """Adds the counts of `other` to these counts, in place."""
         for name, count in asdict(other).items():
             setattr(self, name, getattr(self, name) + count)
 
@@ -123,6 +123,9 @@ class Drafts:
 class Engine(Protocol):
     """An inference engine: tokens in, tokens out, weights from the policy. Methods may run concurrently on one event
     loop.
+
+    Every method but `drain` and `record_spans` asks the engine's process, and raises EngineDied if the process is gone
+    or stalled; the methods below name further errors.
     """
 
     async def start(self, former: Facts | None = None) -> Facts:
@@ -151,7 +154,8 @@ class Engine(Protocol):
         """
 
     async def forget(self) -> None:
-        """Drops the cached prefixes of earlier requests; later requests compute all of their tokens."""
+        """Drops the cached prefixes of earlier requests; later requests compute all of their tokens. No request may be
+        under way."""
 
     async def drain(self) -> None:
         """Waits, without limit, until no request is under way. Refuses no new request."""
@@ -244,6 +248,9 @@ class Engine(Protocol):
 
         Returns:
             Each worker's seconds and bytes of the update, by the fields of `weights.exchange.executor.ExchangeReport`.
+
+        Raises:
+            Exception: A worker lacks a part of the weights, or a server states another version.
         """
 
     async def abandon_update(self) -> None:
@@ -256,16 +263,20 @@ class Engine(Protocol):
         checksums, at the same time. A difference raises nothing.
 
         Returns:
-            For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
+            For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters; [] from
+                an engine that cannot compare.
+
+        Raises:
+            NotReady: The weights are asleep.
         """
 
     async def probe(self) -> None:
-        """Waits for an answer of every worker, without limit, as a check for hanging workers; raises if a process is
-        gone."""
+        """Waits for an answer of every worker, without limit, as a check for hanging workers. Raises EngineDied if a
+        process is gone."""
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
-        steps. Steps before the first call are not counted."""
+        steps. Steps before the first call are not counted. [] from an engine whose memory is not the run's."""
 
     async def drafts(self) -> Drafts:
         """Returns the counts of draft tokens since the previous call; zeros from an engine without draft tokens."""
@@ -292,6 +303,7 @@ class ForeignEngine(Engine, Protocol):
 
         Raises:
             EngineDied: The server is gone.
+            ServerRefused: The server refuses a request.
         """
 
     async def trust(self) -> None:

@@ -32,7 +32,7 @@ class Presence:
         return self.defined and not self.asleep
 
     def check(self) -> None:
-        """Raises NotReady if a part is asleep, or the weights are undefined."""
+        """Raises NotReady if a part is asleep, or the weights are undefined; else does nothing."""
         if self.asleep:
             raise NotReady(f"the engine is asleep: {', '.join(sorted(self.asleep))}; call `wake` before a request")
         if not self.defined:
@@ -44,8 +44,8 @@ class Presence:
             raise NotReady(f"the engine is asleep: {WEIGHTS}; call `wake` before a weight sync")
 
     def drop(self, parts: Collection[str]) -> list[str]:
-        """Marks parts as asleep and returns those of them that were present until now, sorted. Frees no memory. Weights
-        become undefined when dropped.
+        """Marks parts as asleep and returns the parts among them that were present until now, sorted. Frees no memory.
+        Weights become undefined when dropped.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).

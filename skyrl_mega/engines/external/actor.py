@@ -35,6 +35,9 @@ class ExternalEngine:
     The server's word is not enough: completions with tokens of a new weight version are held back until the driver
     compared the server's log-probs with the policy's and called `trust`.
 
+    Every method that asks the server raises ServerGone (an EngineDied) if the server does not answer, and ServerRefused
+    if the server refuses; a class of the user may raise other errors.
+
     Args:
         spec: The server.
     """
@@ -71,7 +74,8 @@ class ExternalEngine:
             former: Not used: the server keeps its own cache.
 
         Raises:
-            UserError: The server has another model, or lacks what its way of weights needs.
+            UserError: The server has another model, or lacks what its way of taking weights needs; or the user's class
+                of `kind` cannot be used.
         """
         self.places = asyncio.Semaphore(self.spec.address.concurrency)
         self.server: InferenceServer = open_server(self.spec)
@@ -231,7 +235,13 @@ class ExternalEngine:
         await self._receiving().connect(info)
 
     async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
-        """Makes the server's workers download their shards, or remembers the directory that `update_weights` loads."""
+        """Makes the server's workers download their shards, and waits for the end. For a server that loads a directory,
+        only remembers the source for `update_weights`.
+
+        Args:
+            source: As in `Engine.fetch_weights`.
+            version: Number of the weights.
+        """
         self.fetched = (source, version)
         if self.receiver is not None:
             await self.receiver.fetch(source, version)
@@ -254,7 +264,7 @@ class ExternalEngine:
         """Does nothing: nothing was asleep."""
 
     async def begin_update(self) -> None:
-        """Pauses the server; opens the parameters of workers that receive their shards for writing."""
+        """Pauses the server, and opens the parameters of workers that receive their shards for writing."""
         await self.pause()
         if self.receiver is not None:
             await self.receiver.begin()
@@ -276,8 +286,9 @@ class ExternalEngine:
         await self.server.update(*self.fetched)
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Installs the weights as `version`, asks the server for its version and resumes computing. Completions are
-        held back from now on until `trust`.
+        """Installs the weights as `version`, drops cached prefixes, asks the server for its version, resumes computing,
+        and returns each worker's seconds and bytes of the update (zeros from a server that loads a directory).
+        Completions are held back from now on until `trust`.
 
         Raises:
             ServerGone: The server states another version.
@@ -321,7 +332,9 @@ class ExternalEngine:
         self.trusted.set()
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Compares the weights of every worker with the policy's; returns [] for a server that loads a directory."""
+        """Compares the weights of every worker with the policy's, and returns each worker's comparison as
+        `Engine.check_weights` does; [] for a server that loads a directory. The server pauses meanwhile. Raises
+        NotReady afterwards if weights are undefined."""
         if self.receiver is None:
             return []
         await self.pause()
@@ -331,7 +344,8 @@ class ExternalEngine:
             await self.resume()
 
     async def probe(self) -> None:
-        """Waits for an answer of the server, and of every worker that receives weights."""
+        """Waits for an answer of the server, and of every worker that receives weights; raises ServerGone without an
+        answer."""
         await (self.server.version() if self.receiver is None else self.receiver.probe())
 
     def _receiving(self) -> ReceivingServer:
@@ -356,5 +370,5 @@ class ExternalEngine:
         return recorded
 
     async def health(self) -> int:
-        """Asks the server for the version of its weights."""
+        """Returns the version of the weights that the server states; 0 for weights that no update delivered."""
         return await self.server.version()

@@ -41,8 +41,15 @@ class ServerAnswer:
         """True if the server stated the version of each token."""
 
     def add(self, chunk: NewTokens, version: int) -> None:
-        """Appends a chunk; its tokens are of `version` unless the server states versions. Raises ServerGone for
-        impossible values."""
+        """Appends a chunk of new tokens.
+
+        Args:
+            chunk: The new tokens, with log-probs and perhaps the end of the request.
+            version: Version of these tokens, unless the chunk itself states versions.
+
+        Raises:
+            ServerGone: A value is impossible, or there are more tokens than requested.
+        """
         if len(chunk.tokens) != len(chunk.logprobs):
             raise ServerGone(f"{len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
         if chunk.tokens and self.finish is not None:
@@ -67,7 +74,8 @@ class ServerAnswer:
         self.finish = self.finish or chunk.finish
 
     def problem(self, newest: int) -> str | None:
-        """Returns what is wrong with the answer, after its last chunk; None if nothing is.
+        """Returns a phrase about the first fault of a complete answer, to follow the server's name; None for an answer
+        without a fault. Checked are the reason for the end, the number of tokens, and the stated versions.
 
         Args:
             newest: Version delivered last.
@@ -99,7 +107,7 @@ class ServerAnswer:
         return None
 
     def completion(self) -> Completion:
-        """Returns the completion; `problem` must have found none."""
+        """Returns the answer as a completion. Call only if `problem` returned None."""
         tokens, logprobs = array("i", self.tokens), array("f", self.logprobs)
         versions = tuple(self.versions) if self.tokens else ()
         return Completion(self.request.id, tokens, logprobs, str(self.finish), versions)

@@ -36,7 +36,8 @@ class KeyGuard:
         self.expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Passes a request on if it has the key, or needs none."""
+        """Passes a request on to the application if the request has the server's key, or needs no key (`OPEN`, lifespan
+        events); otherwise answers 401, or closes a websocket."""
         if scope["type"] == "lifespan" or scope.get("path") in OPEN or self._has_key(scope):
             await self.app(scope, receive, send)
             return

@@ -124,12 +124,12 @@ class HttpServer:
             raise ServerGone(f"{path}: the answer is no JSON: {error}") from None
 
     def hidden(self, text: str) -> str:
-        """Returns a text without the API key, which a server may repeat."""
+        """Returns `text` with the API key, which a server may repeat, replaced by `***`."""
         return text.replace(self.address.token, "***") if self.address.token else text
 
 
 async def bounded(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yields the pieces of an answer; raises Malformed beyond MOST_BYTES."""
+    """Yields the pieces of an answer; raises Malformed beyond `MOST_BYTES` in all."""
     size = 0
     async for piece in response.aiter_raw():
         size += len(piece)
@@ -139,8 +139,8 @@ async def bounded(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Yields the JSON objects of server-sent events until `[DONE]` or the end of the answer; raises Malformed for an
-    event that is no JSON object."""
+    """Yields the JSON objects of server-sent events until `[DONE]` or the end of the answer; other lines are skipped.
+    Raises Malformed for an event that is no JSON object, or too long."""
     async for line in lines(response):
         if not line.startswith(DATA):
             continue
@@ -169,7 +169,7 @@ async def lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def is_loopback_url(url: str) -> bool:
-    """Returns True if the host of an address is this machine, which no proxy serves."""
+    """Returns True if the host of an address is this machine by name (`localhost`) or number, which no proxy serves."""
     host = httpx.URL(url).host
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -129,7 +129,8 @@ def open_server(spec: ExternalSpec) -> InferenceServer:
 
 
 def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
-    """Examines all servers of `rollout.endpoints` at once, before any process of a run starts.
+    """Examines all servers of `rollout.endpoints` at once, before any process of a run starts. Asks each server for a
+    few tokens; waits at most `REACH_S` seconds.
 
     Args:
         config: The settings.
@@ -137,7 +138,7 @@ def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
         experts: True if the model has experts.
 
     Raises:
-        UserError: A server does not answer within `REACH_S`, or does not fit the run.
+        UserError: A server does not answer within `REACH_S`, or does not fit the run, or its API key is not set.
     """
 
     async def check(spec: ExternalSpec) -> None:
@@ -156,7 +157,8 @@ def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
 
 
 async def ready(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
-    """Waits, without limit, until a server answers, examines it and returns its facts; raises as `examine`."""
+    """Waits, without limit, until a server answers, examines the server and returns its facts. Raises UserError if the
+    server does not fit the run."""
     while True:
         try:
             return await examine(server, spec)
@@ -166,8 +168,8 @@ async def ready(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
 
 
 async def examine(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
-    """Checks a server and returns its facts: it has what its way of weights needs, and returns tokens with log-probs.
-    As far as it states them, its vocabulary and type are the policy's, and its maximum length is enough for the run.
+    """Examines a server and returns its facts: the server has what its way of taking weights needs, and returns tokens
+    with log-probs. If the server states vocabulary, type and maximum length, these fit the policy and the run.
 
     Raises:
         UserError: The server does not fit the run.

@@ -63,7 +63,8 @@ class ServerFacts:
 
 
 def stated_version(text: Any) -> int:
-    """Returns a version stated as text; 0 for a name such as `default`, which no sync gave."""
+    """Returns a version stated as text; 0 for anything else than a number, such as `default`, a name that no sync
+    gave."""
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < LONGEST_VERSION else 0
 
 
@@ -90,10 +91,14 @@ class InferenceServer(Protocol):
         Args:
             request: The prompt, the most new tokens and the seed.
             sampling: Sampling parameters; a final stop token belongs to the new tokens.
+
+        Raises:
+            ServerRefused: The server refuses the request.
         """
 
     async def version(self) -> int:
-        """Asks the server for the version of its weights; 0 for weights that no `update` delivered."""
+        """Returns the version of the server's weights, as the server states it; 0 for weights that no `update`
+        delivered."""
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
         """Makes the server load the weights at `source`, and state `version` from then on. Called while paused.
@@ -117,16 +122,21 @@ class DescribedServer(InferenceServer, Protocol):
     """A server that states its properties, for a check before the run."""
 
     async def describe(self, vocab: int) -> ServerFacts:
-        """Asks the server for its properties; raises `ServerGone` if it does not answer.
+        """Returns the properties that the server states; None for each property that it does not state.
 
         Args:
             vocab: Number of token ids of the policy's model, to compare with.
+
+        Raises:
+            ServerGone: The server does not answer.
+            ServerRefused: The server cannot be used for a run.
         """
 
 
 class ReceivingServer(DescribedServer, Protocol):
     """A server whose workers receive their own shards: `sync` is `group` or `files`. Methods follow the order of
-    `engines.base.Engine`."""
+    `engines.base.Engine`. Every method raises `ServerGone` if the server does not answer, and `ServerRefused` if it
+    refuses."""
 
     async def connect(self, info: dict[str, Any]) -> None:
         """Connects every worker to the process group of weight transfers (`Engine.connect_weights`)."""

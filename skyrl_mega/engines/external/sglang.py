@@ -17,11 +17,13 @@ GREEDY = 1e-6
 
 
 class SglangServer(HttpServer):
-    """The client of an SGLang server; implements `server.DescribedServer`."""
+    """The client of an SGLang server; implements `server.DescribedServer`. Every method raises ServerGone if the server
+    does not answer, has an error or answers in an unknown form, and ServerRefused if the server refuses."""
 
     async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
-        """Streams the tokens of a request. SGLang repeats earlier tokens in each event unless its incremental streaming
-        is on; the number of tokens so far (`completion_tokens`) tells the two apart."""
+        """Yields the new tokens of a request in chunks, with the weight version of each token if the server states
+        versions. SGLang repeats earlier tokens in each event unless its incremental streaming is on; repeated tokens
+        are left out."""
         parameters: dict[str, Any] = {
             "temperature": 0.0 if sampling.temperature < GREEDY else sampling.temperature,
             "top_p": sampling.top_p,
@@ -53,8 +55,9 @@ class SglangServer(HttpServer):
             yield replace(chunk, versions=() if stated is None else versions)
 
     async def describe(self, vocab: int) -> ServerFacts:
-        """Asks for the server's limits, which do not include the vocabulary; raises
-        ServerRefused for a model that generates nothing."""
+        """Returns the server's maximum length, cache size and number of workers, each None if not stated; the server
+        does not state the vocabulary, so `vocab` is ignored. Raises ServerRefused for a model that generates
+        nothing."""
         model = await self.get("/get_model_info")
         server = await self._server_info()
         if not isinstance(model, dict) or not model.get("is_generation", True):
@@ -75,12 +78,13 @@ class SglangServer(HttpServer):
         return info if isinstance(info, dict) else {}
 
     async def version(self) -> int:
-        """Asks for the version of the weights; 0 for a version that no update set."""
+        """Returns the version of the weights; 0 for a version that no update set."""
         answer = await self.get("/get_model_info")
         return stated_version(answer.get("weight_version")) if isinstance(answer, dict) else 0
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
-        """Makes the server load a Hugging Face directory, which it must see under the same path."""
+        """Makes the server load a Hugging Face directory, which it must see under the same path, and state `version`.
+        Raises ServerGone if the loading failed or took longer than `source["timeout_s"]` seconds."""
         body = {
             "model_path": source["path"],
             "weight_version": str(version),
@@ -94,15 +98,16 @@ class SglangServer(HttpServer):
             raise ServerGone(self.hidden(f"/update_weights_from_disk failed: {str(message)[:300]}"))
 
     async def pause(self) -> None:
-        """Puts the requests under way back into the server's queue; they continue with new weights."""
+        """Stops generation: puts the requests under way back into the server's queue; they continue with new
+        weights."""
         await self.post("/pause_generation", {"mode": "retract"}, COMMAND_S)
 
     async def resume(self) -> None:
-        """Continues the requests."""
+        """Continues generation, and the requests in the server's queue."""
         await self.post("/continue_generation", {}, COMMAND_S)
 
     async def flush(self) -> None:
-        """Drops the cache of prefixes; a server with running requests refuses."""
+        """Drops the cache of prefixes. Raises ServerRefused if the server still runs requests."""
         await self.post("/flush_cache", None, COMMAND_S)
 
 

@@ -36,7 +36,9 @@ DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 (docs/endpoints.md)"
 
 
 class VllmServer(HttpServer):
-    """The client of a vLLM server; implements `server.ReceivingServer`, which has more about each method.
+    """The client of a vLLM server; implements `server.ReceivingServer`, which has more about each method. Every method
+    raises ServerGone if the server does not answer, has an error or answers in an unknown form, and ServerRefused if
+    the server refuses.
 
     Args:
         address: The server.
@@ -49,7 +51,7 @@ class VllmServer(HttpServer):
         """Number of workers; None until `describe`."""
 
     async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
-        """Streams the tokens of a request; the server states the weight version of each token."""
+        """Yields the new tokens of a request in chunks; the last chunk states the weight version of each token."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -127,13 +129,13 @@ class VllmServer(HttpServer):
         return False
 
     async def version(self) -> int:
-        """Asks for the version of the weights; 0 for a version that no sync set."""
+        """Returns the version of the weights; 0 for a version that no sync set."""
         answer = await self.get("/weight_info")
         return stated_version(answer.get("weight_version") if isinstance(answer, dict) else None)
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
-        """Makes every worker load a Hugging Face directory: with the plug-in by its own loader, else by vLLM's
-        `reload_weights`."""
+        """Makes every worker load a Hugging Face directory, with the plug-in by its own loader, else by vLLM's
+        `reload_weights`; the server then states `version`. Raises ServerGone after `source["timeout_s"]` seconds."""
         seconds, path = source["timeout_s"], source["path"]
         if self.plugin:
             await self._workers("load_files", [path], seconds)
@@ -142,11 +144,11 @@ class VllmServer(HttpServer):
         await self.post("/update_weight_version", {"new_version": str(version)}, COMMAND_S)
 
     async def pause(self) -> None:
-        """Freezes the requests under way."""
+        """Stops generation; the requests under way are kept."""
         await self.post("/pause?mode=keep", None, COMMAND_S)
 
     async def resume(self) -> None:
-        """Continues the frozen requests."""
+        """Continues generation, and the requests kept by `pause`."""
         await self.post("/resume", None, COMMAND_S)
 
     async def flush(self) -> None:
@@ -162,7 +164,8 @@ class VllmServer(HttpServer):
         await self.post("/init_weight_transfer_engine", {"init_info": info}, UPDATE_S)
 
     async def fetch(self, source: dict[str, Any], version: int) -> None:
-        """Makes every worker download its shard."""
+        """Makes every worker download its shard, and waits, without limit, for the end of all downloads. `version` is
+        not used."""
         await self._workers("start_fetch", [source], COMMAND_S)
         while set(await self._workers("fetched", [], COMMAND_S)) != {"True"}:  # vLLM sends other values as text
             await asyncio.sleep(POLL_S)  # the download is bounded by the source's own limit
@@ -185,7 +188,7 @@ class VllmServer(HttpServer):
         await self._workers("abandon_update", [], COMMAND_S)
 
     async def compare(self) -> list[dict[str, Any]]:
-        """Compares every worker's weights with the policy's."""
+        """Returns each worker's comparison of its weights with the policy's: `parameters`, `bytes` and `different`."""
         answers = await self._workers("check_weights", [], UPDATE_S)
         for answer in answers:
             names = answer.get("different") if isinstance(answer, dict) and set(answer) == COMPARISON else None

@@ -44,7 +44,8 @@ BEATS = 4
 class VllmEngine:
     """An asynchronous vLLM engine; implements `engines.base.Engine`.
 
-    Call `start` first; Ray then runs the methods concurrently on one event loop.
+    Call `start` first; Ray then runs the methods concurrently on one event loop. Every method that asks vLLM raises
+    EngineDied if vLLM's process is gone, and passes vLLM's own errors on.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -400,11 +401,13 @@ class VllmEngine:
 
     async def wake(self, parts: Sequence[str]) -> None:
         """Allocates memory for parts again. Resumes computing once all parts are present and the weights are defined.
-
         Dropped weights are undefined until a sync; the cache is empty.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already present stay.
+
+        Raises:
+            Exception: A worker cannot allocate the memory.
         """
         returning = [part for part in parts if part in self.presence.asleep]
         if returning:
@@ -507,7 +510,7 @@ class VllmEngine:
         return [(MemoryReading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def drafts(self) -> Drafts:
-        """Returns the counts of draft tokens since the previous call."""
+        """Returns the counts of draft tokens since the previous call; zeros without draft tokens."""
         counts, self.drafted = self.drafted, Drafts()
         if adapts(self.spec):
             answers = await self.workers("draft_steps")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def expand(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """Repeats the value of each sequence for its draft tokens, as `expand_batch_to_tokens` of vLLM's rejection sampler
-    does on a GPU.
+    """Returns the value of each sequence repeated for its draft tokens, [tokens], as `expand_batch_to_tokens` of vLLM's
+    rejection sampler does on a GPU.
 
     Args:
         values: A value for each sequence, [N].
@@ -19,9 +19,6 @@ def expand(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, r
         tokens: Number of all draft tokens.
         replace_from: A value to be replaced.
         replace_to: The value to use instead.
-
-    Returns:
-        A value for each draft token, [tokens].
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).long()
     replaced = values.masked_fill(values == replace_from, replace_to)

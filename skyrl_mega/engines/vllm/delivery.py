@@ -20,7 +20,7 @@ SHOWN = 8
 
 
 def check(parameters: LoadTimeParameters, shard: Shard) -> None:
-    """Checks that updates fill all parameters of a worker's model. Changes nothing.
+    """Raises an error unless updates fill all parameters of a worker's model. Changes nothing.
 
     Not compared are block scales of delivered weights, which an update needs or makes (`LoadTimeParameters.close`),
     parameters that are zero with any weights, and parameters tied to others or derived from others.
@@ -30,7 +30,8 @@ def check(parameters: LoadTimeParameters, shard: Shard) -> None:
         shard: The worker's shard, without scales.
 
     Raises:
-        RuntimeError: A parameter is in one of the two only, or has another shape; names all such parameters.
+        RuntimeError: A parameter is in one of the two only, or has another shape; names the parameters, at most `SHOWN`
+            of each kind.
     """
     shapes = _shapes(parameters)
     zeros = {name for layer in parameters.layers for name in layer.zeros()}
