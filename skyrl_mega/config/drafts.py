@@ -22,12 +22,16 @@ FROM_FILES = ("model", *HEADS, "mtp")
 EAGLE3_TARGETS = (
     "deepseek_v2",
     "deepseek_v3",
+    "gpt_oss",
     "kimi_k2",
     "llama",
     "minimax_m2",
     "qwen2",
     "qwen3",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """`model_type` of the models that give hidden states to an EAGLE-3 head in vLLM 0.32."""
 MTP_TARGETS = ("deepseek_v3", "glm4_moe")
