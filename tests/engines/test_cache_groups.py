@@ -54,6 +54,14 @@ def test_windows_count_and_full_attention_is_found_behind_them() -> None:
     assert room(cache, config()) == (10 * BLOCK, 3 * BLOCK), "100 tokens, from anywhere in a block of 64"
 
 
+def test_a_token_takes_space_in_every_group_with_full_attention() -> None:
+    """Compares with 30 layers of full attention and 10 with states, which vLLM puts into four groups of 10."""
+    cache = cache_of(FULL, FULL, FULL, state("none"))
+    assert room(cache, config()) == (10 * BLOCK // 3, -(-BLOCK // 3))
+    large = FullAttentionSpec(**(HEADS | {"block_size": 2 * BLOCK, "num_kv_heads": 1}))
+    assert room(cache_of(FULL, large), config()) == (10 * BLOCK * 2 // 3, 0), "blocks of equal bytes: a draft model"
+
+
 def test_routes_of_a_model_without_full_attention_are_refused() -> None:
     runner = SimpleNamespace(kv_cache_config=cache_of(state("none"), WINDOW))
     with pytest.raises(WrongRoutes, match=r"without a layer of full attention; give policy\.moe\.replay=off"):

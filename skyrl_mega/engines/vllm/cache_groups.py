@@ -1,11 +1,14 @@
 """vLLM's groups of layers with caches of their own: full attention, sliding windows, states of recurrent layers.
 
-All groups take blocks of equal size from one pool. A sequence needs blocks of full attention for each of its tokens,
-and in every other group a bounded number of blocks, whatever its length.
+All groups take blocks of equal size from one pool. A sequence needs blocks for each of its tokens in every group with
+full attention (several if such layers outnumber the others), and in every other group a bounded number of blocks,
+whatever its length.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil, floor
 from typing import Any
 
 
@@ -21,19 +24,20 @@ def full_attention(cache: Any) -> int | None:
 
 def room(cache: Any, vllm_config: Any) -> tuple[int, int]:
     """Returns the size of the pool, and an upper bound of what one decoding sequence takes in all groups without full
-    attention, whatever its length. Both count tokens: blocks times the block size of the first group with full
+    attention, whatever its length. Both count tokens of a sequence, which takes space in every group with full
     attention. (0, 0) if no group has full attention; the second is 0 if all groups have it.
 
     Args:
         cache: vLLM's `KVCacheConfig`.
         vllm_config: vLLM's `VllmConfig`, with the length of the longest sequence.
     """
-    full = full_attention(cache)
-    if full is None:
-        return 0, 0
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    full = [spec for spec in specs if _caches_all(spec)]
+    if not full:
+        return 0, 0
     blocks = sum(_bounded_blocks(spec, vllm_config) for spec in specs if not _caches_all(spec))
-    return cache.num_blocks * specs[full].block_size, blocks * specs[full].block_size
+    of_token = sum(Fraction(1, spec.block_size) for spec in full)
+    return floor(cache.num_blocks / of_token), ceil(blocks / of_token)
 
 
 def _bounded_blocks(spec: Any, vllm_config: Any) -> int:
