@@ -48,6 +48,8 @@ BIASES = ("w13_bias", "w2_bias")
 DELIVERABLE = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
 """Load-time parameters of a quantised layer deliverable by a wire."""
 
+CONVOLUTION = "_cpu_unpacked_conv_weight"
+"""Attribute with vLLM's copy of the weight of a packed convolution, for draft tokens on a CPU."""
 UNIT_VECTORS = 1024
 """Columns of a packed weight compared at once."""
 
@@ -224,7 +226,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
     def close(self) -> list[str]:
         """Ends the update and computes derived tensors again. After `open(check=True)` changes nothing and returns the
         names of parameters and derived tensors unlike the live data; else returns []. A layer that received only some
-        of its parameters keeps the old values of the others.
+        of its parameters keeps the old values of the others, and a layer without any is left as before.
 
         Raises:
             RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.
@@ -234,8 +236,10 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                 if self.undefined or (layer.live and (_quantised(layer.module) or _repacked(layer.module))):
                     brings = "; give weights.wire=fp8, which sends scales" if _quantised(layer.module) else ""
                     raise RuntimeError(f"the engine did not receive {', '.join(sorted(layer.missing))}{brings}")
+                untouched = layer.missing == set(layer.names) - set(layer.zeros())
                 layer.missing.clear()
-                self._close_layer(layer)
+                if not untouched or layer.separate or layer.live:
+                    self._close_layer(layer)
         if not self.checking:
             for layer in self.followers:
                 self._close_layer(layer)
@@ -283,7 +287,10 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         ):
             return
         kernel = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
+        copied = vars(layer.module).get(CONVOLUTION)
         _process(method, layer.module)
+        if self.checking and copied is not None:
+            setattr(layer.module, CONVOLUTION, copied)
         for local_name, live in layer.live.items():
             processed = getattr(layer.module, local_name).data
             if not self.checking:
