@@ -294,9 +294,8 @@ def disk(config: Config, decoder: Decoder) -> Disk:
 
 def _model_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of a model in a checkpoint."""
-    frozen = 0
-    if config.policy.moe.freeze_router and decoder.experts:
-        frozen = len(decoder.moe_layers) * decoder.experts.count * decoder.hidden
+    (chunk,) = stage(decoder, ParallelDims(ranks=1), 0)
+    frozen = int(chunk.numel[chunk.router].sum()) if config.policy.moe.freeze_router else 0
     tensors = huggingface.tensors(decoder)
     fixed = sum(prod(tensors[name]) for name in decoder.frozen_tensors)
     trained = elements(decoder) - frozen - fixed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from skyrl_mega.models import dist_checkpoint, megatron
 from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS as EXPERTS
-from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER as ROUTER
+from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS
 from skyrl_mega.models.blocks.value_head import MEGATRON_VALUE, ValueHeadBlock
 from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.box import Shard
@@ -113,7 +113,7 @@ def _layer(decoder: Decoder, kind: Layer, tensor: int, expert: int, expert_tenso
     return Parameters(
         np.array(list(sizes.values()), np.int64),
         np.array([EXPERTS in name for name in sizes], bool),
-        np.array([name.endswith(ROUTER) for name in sizes], bool),
+        np.array([name.endswith((MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS)) for name in sizes], bool),
         np.array([name in fixed for name in sizes], bool),
         np.zeros(len(sizes), bool),
         np.array([tensor if name in uncut and EXPERTS not in name else 1 for name in sizes], np.int64),

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.config.schema import Config
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.engine_weights import engine_elements
 from skyrl_mega.planner.flops import flops
+from skyrl_mega.planner.host_memory import disk
 from skyrl_mega.planner.parameters import stage
 from tests.weights.grids import MODELS, REAL
 
@@ -74,6 +76,18 @@ def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int
     for worker in (0, tensor * data - 1):
         params = arch.engine_shard(hf, tensor, worker, experts, data).params
         assert engine_elements(arch.describe(hf), tensor, data, experts, worker).all == sum(map(prod, params.values()))
+
+
+def test_a_frozen_router_is_frozen_with_its_bias() -> None:
+    hf, routers = known("gpt-oss-20b"), 24 * 32 * (2880 + 1)
+    decoder = architecture(hf).describe(hf)
+    (chunk,) = stage(decoder, ParallelDims(1), 0)
+    assert chunk.numel[chunk.router].sum() == routers
+    config = Config()
+    config.model.dtype = "bfloat16"
+    trained = disk(config, decoder).checkpoint
+    config.policy.moe.freeze_router = True
+    assert trained - disk(config, decoder).checkpoint == routers * (4 + 8 - 2), "no master weight, no moments"
 
 
 ACTIVE = {

@@ -30,6 +30,8 @@ COUNT = ("num_experts", "num_local_experts")
 """Keys for the number of experts: transformers 4 writes the first, transformers 5 the second."""
 MEGATRON_ROUTER = "mlp.router.weight"
 """Suffix of a router's Megatron name."""
+MEGATRON_ROUTER_BIAS = "mlp.router.bias"
+"""Suffix of the Megatron name of a router's bias, which is trained as the router's weight."""
 MEGATRON_BIAS = "mlp.router.expert_bias"
 """Suffix of a correction bias's Megatron name."""
 MEGATRON_EXPERTS = ".mlp.experts."
@@ -58,6 +60,14 @@ class SharedExpert:
     """Name below the layer's."""
     gate: str | None = None
     """Name of a [1, hidden] weight: the sigmoid of its product with the token multiplies the result. None: no gate."""
+    engine_whole: bool = False
+    """True if vLLM 0.32 keeps the expert whole in every worker of an engine with several replicas of several workers
+    and with expert parallelism (`ParallelConfig.use_sequence_parallel_moe`)."""
+
+    def engine_parts(self, cut: EngineCut) -> int:
+        """Returns the number of parts into which an engine's workers split the columns; 1 if each holds all."""
+        whole = self.engine_whole and cut.data > 1 and cut.expert_parallel
+        return 1 if whole else cut.tensor
 
 
 @dataclass(frozen=True)
@@ -249,7 +259,9 @@ class Experts(Block):
         gated_pieces(b, (fc1, fc2), f"{source}.{shared.name}", place.coords.tp * width, width)
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
-        return (("columns of the shared expert", self.shared.width),) if self.shared else ()
+        if self.shared is None or self.shared.engine_parts(cut) == 1:
+            return ()
+        return (("columns of the shared expert", self.shared.width),)
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         if cut.workers > self.count:
@@ -287,10 +299,11 @@ class Experts(Block):
         w2 = b.param(f"{prefix}.w2_weight", len(held), self.hidden, width)
         self._engine_experts(b, (w13, w2), source, held, columns)
         if self.shared:
-            name, width = f"{source}.{self.shared.name}", self.shared.width // cut.tensor
+            parts = self.shared.engine_parts(cut)
+            name, width = f"{source}.{self.shared.name}", self.shared.width // parts
             gate_up = b.param(f"{name}.gate_up_proj.weight", 2 * width, self.hidden)
             down = b.param(f"{name}.down_proj.weight", self.hidden, width)
-            gated_pieces(b, (gate_up, down), name, worker % cut.tensor * width, width)
+            gated_pieces(b, (gate_up, down), name, worker % parts * width, width)
             if self.shared.gate:
                 b.whole(f"{source}.{self.shared.gate}", f"{source}.{self.shared.gate}")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import Cut, EngineCut, MegatronPlace, MegatronSettings, Tensors, Work, without_fp8
-from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, Experts
+from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS, Experts
 from skyrl_mega.models.blocks.gated_mlp import NORM
 from skyrl_mega.models.blocks.routing import ExpertRouter
 from skyrl_mega.models.config_json import Hf, integer, require, unsupported
@@ -30,8 +30,6 @@ LIMIT = 7.0
 """Bound of gate and up; vLLM and megatron-core's kernels know no other slope than 1.702."""
 PARAMS = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
 """Megatron's names of the parameters of an expert, without the number of the expert."""
-MEGATRON_ROUTER_BIAS = "mlp.router.bias"
-"""Suffix of a router bias's Megatron name."""
 
 
 @dataclass(frozen=True)
