@@ -10,6 +10,7 @@ import pytest
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 
 
@@ -72,3 +73,26 @@ def test_an_expert_that_a_worker_has_whole_begins_a_block() -> None:
     odd = decoder("qwen3_moe", 256, 2, 2, 256, **EXPERTS | {"moe_intermediate_size": 96})
     assert engine.cut_blocks(odd, EngineCut(1), online=True) is None
     assert engine.cut_blocks(odd, EngineCut(1)) == "96 columns of an expert", "an FP8 checkpoint's parameters"
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [("DeepSeek-V3", True), ("Qwen3.5-397B-A17B", True), ("GLM-4.5-Air", False)]
+)
+@pytest.mark.parametrize(("data", "experts"), [(4, True), (1, True), (4, False)])
+def test_replicas_hold_whole_shared_experts_where_vllm_keeps_them_so(
+    name: str, whole: bool, data: int, experts: bool
+) -> None:
+    """Compares the shapes and the covered rows of worker 5 with those of vLLM's classes, one layer each."""
+    hf = known(name)
+    published = architecture(hf).describe(hf)
+    layer = published.of_one_layer(next(kind for kind in published.kinds if published.experts in kind))
+    assert layer.experts and layer.experts.shared
+    shared, parts = layer.experts.shared, 1 if whole and data > 1 and experts else 8
+    width, prefix = shared.width // parts, f"model.layers.0.{shared.name}"
+    shard = engine.shard(layer, 8, 5, experts, data)
+    assert shard.params[f"{prefix}.gate_up_proj.weight"] == (2 * width, layer.hidden)
+    assert shard.params[f"{prefix}.down_proj.weight"] == (layer.hidden, width)
+    pieces = {piece.tensor.split(".")[-2]: piece.box for piece in shard.pieces if f".{shared.name}." in piece.tensor}
+    first = 0 if parts == 1 else 5 * width
+    assert (pieces["gate_proj"].start, pieces["gate_proj"].shape) == ((first, 0), (width, layer.hidden))
+    assert (pieces["down_proj"].start, pieces["down_proj"].shape) == ((0, first), (layer.hidden, width))

@@ -35,6 +35,7 @@ CASES = [
     pytest.param("qwen3_moe", 1, True, id="whole experts"),
     pytest.param("qwen3_moe", 1, False, id="sliced experts"),
     pytest.param("qwen3_moe", 2, True, id="two workers a replica"),
+    pytest.param("deepseek_v3", 2, True, id="whole shared experts"),
     pytest.param("qwen3", 1, False, id="no experts"),
 ]
 
@@ -111,7 +112,7 @@ def receives_its_shard(place: Place, tensor: int, whole_experts: bool) -> None:
 
 
 def kind_has_experts(hf: dict[str, Any]) -> bool:
-    return "num_experts" in hf
+    return "num_experts" in hf or "n_routed_experts" in hf
 
 
 def answers(place: Place) -> None:

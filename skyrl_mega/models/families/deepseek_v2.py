@@ -40,7 +40,8 @@ def describe(hf: Hf) -> Decoder:
         if hf.get(key) != 1:
             raise unsupported(hf, key, "1, which the config.json of DeepSeek-V2-Lite contains")
     attention, dense = LatentAttention.read(hf), GatedMlp.read(hf)
-    shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
+    width = integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts")
+    shared = SharedExpert(width, engine_whole=True)
     experts = Experts.read(hf, ExpertRouter.softmax(hf), shared, count=COUNT)
     experts = replace(experts, engine_reads_router_dtype=True)
     layers = [(attention, experts if has_experts else dense) for has_experts in dense_first_layers(hf)]

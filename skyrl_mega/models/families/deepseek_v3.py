@@ -39,11 +39,11 @@ def describe(hf: Hf) -> Decoder:
         first_k_dense_replace=3,
     )
     layers = dense_first_layers(hf)
-    return read_decoder(hf, latent_layers(hf, layers), engine_ties=False)
+    return read_decoder(hf, latent_layers(hf, layers, engine_whole=True), engine_ties=False)
 
 
 def latent_layers(
-    hf: Hf, moe: list[bool], engine_float32_router: bool = False
+    hf: Hf, moe: list[bool], *, engine_float32_router: bool = False, engine_whole: bool = False
 ) -> list[tuple[LatentAttention, Experts | GatedMlp]]:
     """Returns the blocks of each layer in order: latent attention, then experts where `moe` is True, else a dense part.
 
@@ -51,12 +51,14 @@ def latent_layers(
         hf: Content of config.json.
         moe: True for each layer with experts.
         engine_float32_router: True if vLLM keeps the router's weight in float32.
+        engine_whole: Value of `SharedExpert.engine_whole`.
 
     Raises:
         UserError: A key is missing, or a value is not supported.
     """
     attention, dense = LatentAttention.read(hf), GatedMlp.read(hf)
-    shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
+    width = integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts")
+    shared = SharedExpert(width, engine_whole=engine_whole)
     router = ExpertRouter.sigmoid(hf, integer(hf, "num_experts_per_tok"))
     experts = Experts.read(hf, router, shared, engine_float32_router=engine_float32_router, count=COUNT)
     return [(attention, experts if has_experts else dense) for has_experts in moe]

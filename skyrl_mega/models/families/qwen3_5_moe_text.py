@@ -52,7 +52,7 @@ def of_experts(hf: Hf, read: Callable[..., Experts]) -> Decoder:
     require_vllm_defaults(hf)
     if hf.get("norm_topk_prob", True) is not True:  # null means False to vLLM, and nothing to transformers
         raise unsupported(hf, "norm_topk_prob", "True")
-    shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED)
+    shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED, engine_whole=True)
     experts = read(hf, ExpertRouter("softmax", renormalize=True), shared, count=("num_experts",))
     mixers = {LINEAR: GatedDeltaNet.read(hf, separate=True), FULL: gated_attention(hf)}
     layers = [(mixers[layer], experts) for layer in layer_types(hf)]

@@ -49,7 +49,7 @@ def describe(hf: Hf) -> Decoder:
     hf = with_defaults(hf, **DEFAULTS, decoder_sparse_step=1, norm_topk_prob=True)
     require_vllm_defaults(hf)
     moe = sparse_step_layers(hf)
-    shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED)
+    shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), *SHARED, engine_whole=True)
     experts = Experts.read(hf, ExpertRouter.softmax(hf), shared, count=("num_experts",))
     dense = experts if all(moe) else GatedMlp.read(hf)
     mixers = {LINEAR: GatedDeltaNet.read(hf, separate=False), FULL: gated_attention(hf)}
