@@ -11,7 +11,7 @@ import numpy as np
 
 from skyrl_mega.cluster.run_placement import plan_placement, pool_nodes_needed
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, has_critic, length_limit
+from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, has_critic
 from skyrl_mega.config.pools import engine_cluster, engine_view
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
@@ -194,9 +194,7 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
     for fraction in sorted({config.rollout.memory_fraction, *FRACTIONS[is_shared]}, reverse=True):
         settings = replace(config, rollout=replace(config.rollout, memory_fraction=fraction))
         memory = engine_memory(settings, decoder)
-        if memory.tokens >= length_limit(config.rollout) and (
-            is_shared or memory.peak <= gpu_bytes(engine_view(config))
-        ):
+        if memory.starts() and (is_shared or memory.peak <= gpu_bytes(engine_view(config))):
             choices.append((fraction, memory.tokens, generate_time(settings, decoder, step)))
     return EngineChoice(config, tuple(choices), engine_memory(config, decoder)) if choices else None
 

@@ -12,7 +12,14 @@ from functools import lru_cache
 from math import prod
 
 from skyrl_mega.common import limits
-from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, fp8_weights, small_cache
+from skyrl_mega.config.derived import (
+    engine_data,
+    expert_parallel,
+    fp8_parameters,
+    fp8_weights,
+    length_limit,
+    small_cache,
+)
 from skyrl_mega.config.drafts import draft_tokens
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK
@@ -126,12 +133,30 @@ def window_bytes(config: Config, decoder: Decoder) -> int:
     return sum(count * (block.kv_window() or 0) * block.kv_bytes_per_token(tensor, size) for count, block in blocks)
 
 
+def prompt_bytes(config: Config, decoder: Decoder) -> int:
+    """Returns the bytes that a longest sequence takes in the cache beside `sequence_bytes` while its prompt is
+    computed: tokens of a step that later leave the sliding windows.
+
+    vLLM 0.32 refuses to start unless the cache has space for such a sequence (`check_enough_kv_cache_memory`).
+    """
+    rollout, longest = config.rollout, length_limit(config.rollout)
+    step = int(rollout.options.get("max_num_batched_tokens") or max(longest, limits.ENGINE_STEP_TOKENS))
+    tensor, size, total = rollout.tensor, cache_itemsize(config), 0
+    for kind, count in decoder.layer_counts():
+        for block in kind:
+            if window := block.kv_window():
+                kept = min(longest, window - 1 + step)
+                total += count * max(0, kept - window) * block.kv_bytes_per_token(tensor, size)
+    return total
+
+
 def state_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of one state of a sequence in an engine worker, over all layers: of convolutions and recurrent
     layers, the same for every length. 0 for a model with attention only."""
     rollout = config.rollout
-    cut, drafts = EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout)), draft_tokens(rollout)
-    return sum(count * block.state_bytes(cut, drafts) for kind, count in decoder.layer_counts() for block in kind)
+    cut = EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
+    size, drafts = limits.itemsize(config.model.dtype), draft_tokens(rollout)
+    return sum(count * block.state_bytes(cut, size, drafts) for kind, count in decoder.layer_counts() for block in kind)
 
 
 def sequence_bytes(config: Config, decoder: Decoder) -> int:

@@ -7,12 +7,13 @@ whole margin (`processes.MARGIN`), so refused settings could not have run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from skyrl_mega.cluster.run_placement import check_nodes
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_residency
-from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import policy_ranks, reference_ranks
 from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
@@ -33,9 +34,10 @@ from skyrl_mega.planner.memory import (
     sampling_bytes,
 )
 from skyrl_mega.planner.placement import nodes
-from skyrl_mega.planner.processes import PolicyMemory
+from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
 from skyrl_mega.planner.shared import describe_kinds, misfit, shared_gpus, stage_ranks
 
+MIB = 2**20
 RAY_KILLS = 0.95
 """Share of a node's memory above which Ray kills workers (RAY_memory_usage_threshold)."""
 
@@ -111,6 +113,12 @@ def _problems(
 ) -> Iterator[UserError]:
     if not on_cpu(config):
         yield from _gpu_problems(config, decoder, parallel, reference, strict)
+    elif not (engine := engine_memory(config, decoder)).starts():
+        yield UserError(
+            f"{_too_small(engine)}: raise it, or allow shorter sequences",
+            key="rollout.kv_cache_gib",
+            value=f"{config.rollout.kv_cache_gib:g}",
+        )
     if problem := host_problem(config, decoder, parallel, reference):
         yield problem
 
@@ -133,14 +141,14 @@ def _gpu_problems(
                 yield _rank_problem(name, rank, memory, config)
     engine = engine_memory(config, decoder)
     fraction = f"{config.rollout.memory_fraction:g}"
-    if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
+    if not engine.starts(strict=strict):
         sampled = 2 * sampling_bytes(config, decoder) > engine.working
         many = f", most of it for rollout.concurrency = {config.rollout.concurrency} at once," if sampled else ""
         yield UserError(
             f"an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
             f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)}"
-            f"{many} and the reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one "
-            f"sequence has up to {length_limit(config.rollout):,}: raise the fraction, or allow shorter sequences",
+            f"{many} and the reserve {_gib(engine.reserve)}; {_too_small(engine)}: raise the fraction, or allow "
+            "shorter sequences",
             key="rollout.memory_fraction",
             value=fraction,
         )
@@ -162,6 +170,15 @@ def _gpu_problems(
             key="rollout.memory_fraction",
             value=fraction,
         )
+
+
+def _too_small(engine: EngineMemory) -> str:
+    """Returns the reason for which vLLM would not start: the size of the cache, and the size that it asks for."""
+    windows = ", whose prompt is larger than its sliding windows" if engine.per_prompt else ""
+    return (
+        f"this leaves a KV cache of {max(0, engine.kv) / MIB:,.0f} MiB, and vLLM starts with at least "
+        f"{ceil(engine.smallest_kv / MIB):,} for a sequence of {engine.longest:,} tokens{windows}"
+    )
 
 
 def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> UserError:

@@ -44,6 +44,7 @@ from skyrl_mega.planner.engine_weights import (
     cache_itemsize,
     engine_bytes,
     kv_bytes_per_token,
+    prompt_bytes,
     sequence_bytes,
     staged_bytes,
 )
@@ -216,6 +217,7 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
         per_token=kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)) + draft_cache,
         longest=length_limit(rollout),
         per_sequence=sequence_bytes(config, decoder),
+        per_prompt=prompt_bytes(config, decoder),
         keep=_keep(config),
     )
     if on_cpu(config):

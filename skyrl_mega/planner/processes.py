@@ -181,6 +181,9 @@ class EngineMemory:
     """Tokens of the longest sequence."""
     per_sequence: int = 0
     """Bytes of a sequence in the cache that do not grow with its length (`engine_weights.sequence_bytes`)."""
+    per_prompt: int = 0
+    """Bytes of a longest sequence in the cache beside `per_sequence`, while its prompt is computed
+    (`engine_weights.prompt_bytes`)."""
     cpu_kv_cache: int | None = None
     """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None
@@ -197,19 +200,25 @@ class EngineMemory:
     @property
     def tokens(self) -> int:
         """Capacity of the cache in tokens of sequences with `longest` tokens each; 0 if the budget leaves no cache."""
-        return self._tokens(self.kv)
+        return max(0, self.kv) * self.longest // (self.longest * self.per_token + self.per_sequence)
 
     @property
-    def most_tokens(self) -> int:
-        """Largest plausible capacity of the KV cache in tokens: with `working` and `reserve` smaller by `MARGIN`."""
-        return self._tokens(self.kv + int(MARGIN * (self.working + self.reserve)))
+    def smallest_kv(self) -> int:
+        """Bytes of the smallest cache with which vLLM starts: for a sequence of `longest` tokens and its prompt."""
+        return self.longest * self.per_token + self.per_sequence + self.per_prompt
+
+    def starts(self, *, strict: bool = True) -> bool:
+        """Returns True if the cache is large enough for vLLM to start.
+
+        Args:
+            strict: True for the plain estimates; False subtracts `MARGIN` of `working` and `reserve`.
+        """
+        spare = 0 if strict or self.cpu_kv_cache is not None else int(MARGIN * (self.working + self.reserve))
+        return self.kv + spare >= self.smallest_kv
 
     def sequences(self, length: float) -> float:
         """Returns the number of sequences of `length` tokens each for which the cache has space, fractions included."""
         return max(0, self.kv) / (length * self.per_token + self.per_sequence)
-
-    def _tokens(self, size: int) -> int:
-        return max(0, size) * self.longest // (self.longest * self.per_token + self.per_sequence)
 
     def awake(self, phase: str) -> bool:
         """Returns True if all engine parts are on the device in a phase."""

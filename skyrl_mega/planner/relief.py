@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import has_critic, length_limit, micro_tokens
+from skyrl_mega.config.derived import has_critic, micro_tokens
 from skyrl_mega.config.residency import CRITIC, NEEDS, PARTS, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -86,9 +86,7 @@ def _passes_checks(config: Config, decoder: Decoder) -> bool:
         fp8_blocks.check(config, decoder, fit.parallel_of(config)[0])
     except UserError:
         return False
-    return fit.problem(config, decoder) is None and engine_memory(config, decoder).tokens >= length_limit(
-        config.rollout
-    )
+    return fit.problem(config, decoder) is None and engine_memory(config, decoder).starts()
 
 
 def _policy_changes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[Change]:

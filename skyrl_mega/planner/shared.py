@@ -8,7 +8,7 @@ from itertools import combinations
 from math import floor
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.derived import has_critic, length_limit
+from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY, kept, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -135,7 +135,7 @@ def _largest_fraction(config: Config, gpus: Sequence[SharedGpu]) -> str:
     largest = floor(100 * min(gpu.largest_budget(strict=True) for gpu in gpus) / size) / 100
     engine = replace(gpus[0].engine, budget=int(largest * size))
     fits = all(replace(gpu, engine=engine).fits(strict=True) for gpu in gpus)
-    if fits and engine.tokens >= length_limit(config.rollout):
+    if fits and engine.starts():
         return f"the largest fraction that fits is {largest:g}"
     return "no fraction fits"
 

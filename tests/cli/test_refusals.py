@@ -37,7 +37,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     (
         "no room for the KV cache",
         "rollout.memory_fraction=0.1",
-        ["KV cache of", "one sequence has up to 8,192", "rollout.memory_fraction=0.15"],
+        ["KV cache of", "for a sequence of 8,192 tokens:", "rollout.memory_fraction=0.15"],
     ),
     (
         "policy and engines on the same GPUs",

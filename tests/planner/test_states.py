@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.planner.processes import EngineMemory
 from skyrl_mega.planner.times import decoding, mean_concurrency
 
 STATES: Mapping[str, tuple[int, int, int]] = {
@@ -99,3 +104,42 @@ def test_states_bound_the_number_of_short_sequences() -> None:
     assert running == int(memory.kv / per_sequence) < memory.kv / (sizes.mean * 12 * 1024) / 3
     longest = memory.tokens // memory.longest
     assert longest == memory.kv // (2 * state_of(name, 4) + memory.longest * 12 * 1024)
+
+
+LONG = ("rollout.max_length=16384", "rollout.max_response_tokens=16000", "rollout.sampling.max_tokens=16000")
+"""Sequences longer than a step of vLLM."""
+
+
+def windowed(*overrides: str) -> tuple[Config, EngineMemory]:
+    """Returns settings for a CPU, and the memory of an engine of a small model with a windowed and a full layer."""
+    config = settings("cluster.device=cpu", "model.dtype=float32", "rollout.tensor=1", *LONG, *overrides)
+    hf = hf_config(BuildConfig(architecture="gpt_oss", max_length=16384))
+    return config, engine_memory(config, architecture(hf).describe(hf))
+
+
+def test_vllm_starts_with_space_for_a_longest_prompt_in_every_layer() -> None:
+    """Compares with vLLM's own layers, which keep a step's tokens beside a window; a block more or less."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    for step in (16384, 2048):
+        _, memory = windowed(f"rollout.options.max_num_batched_tokens={step}")
+        heads: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+        model = SimpleNamespace(max_model_len=16384)
+        vllm: Any = SimpleNamespace(parallel_config=parallel, model_config=model, max_in_flight_tokens=step)
+        layers = (FullAttentionSpec(**heads), SlidingWindowSpec(**heads, sliding_window=128))
+        needed = sum(layer.max_memory_usage_bytes(vllm) for layer in layers)
+        assert memory.smallest_kv == pytest.approx(needed, abs=2 * layers[0].page_size_bytes)
+
+
+def test_a_cache_with_which_vllm_would_not_start_is_refused() -> None:
+    """Allows 1.3 sequences beside their windows, which are smaller than a prompt."""
+    config, memory = windowed("rollout.kv_cache_gib=0.01")
+    assert memory.tokens > 16384 and not memory.starts()
+    hf = hf_config(BuildConfig(architecture="gpt_oss", max_length=16384))
+    problem = fit.problem(config, architecture(hf).describe(hf))
+    assert str(problem).startswith(
+        "rollout.kv_cache_gib = 0.01: this leaves a KV cache of 10 MiB, and vLLM starts with at least 16 for a "
+        "sequence of 16,384 tokens, whose prompt is larger than its sliding windows"
+    )
+    assert windowed("rollout.kv_cache_gib=0.016")[1].starts()

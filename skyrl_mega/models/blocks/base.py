@@ -335,12 +335,13 @@ class Block(Protocol):
         tokens."""
         return None
 
-    def state_bytes(self, cut: EngineCut, drafts: int = 0) -> int:
+    def state_bytes(self, cut: EngineCut, itemsize: int, drafts: int = 0) -> int:
         """Returns the bytes of a sequence's state in an engine worker for this block of one layer, besides the KV
         cache: a state of constant size, such as that of a convolution or a recurrent layer, whatever the length.
 
         Args:
             cut: The division of the engine.
+            itemsize: Bytes of an element in the model's type.
             drafts: Maximum number of draft tokens per sequence and step.
         """
         return 0

@@ -37,8 +37,6 @@ SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Projections with the rows of all heads of a part together: queries, keys and values; gates; β; decay."""
 FLOAT32 = 4
 """Bytes of a float32 element."""
-CONVOLUTION = 2
-"""Bytes of an element of the convolution's state in an engine, which computes in bfloat16."""
 CPU_WIDTH = 128
 """Width of a head in vLLM on a CPU; 32 fails at the first token."""
 CHUNK = 64
@@ -255,9 +253,9 @@ class GatedDeltaNet(Block):
         states = {"mamba_ssm_cache_dtype": "float32"}
         return states | {"enable_prefix_caching": False} if device == "cpu" else states
 
-    def state_bytes(self, cut: EngineCut, drafts: int = 0) -> int:
+    def state_bytes(self, cut: EngineCut, itemsize: int, drafts: int = 0) -> int:
         part = self.sizes.part(cut.tensor)
-        convolution = (part.window - 1 + drafts) * part.convolved * CONVOLUTION
+        convolution = (part.window - 1 + drafts) * part.convolved * itemsize
         return convolution + part.value_heads * part.key_width * part.value_width * FLOAT32
 
     def engine_width(self, cut: EngineCut) -> float:
