@@ -24,21 +24,21 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
+from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, fp8_blocks
+from skyrl_mega.planner.engine_blocks import engine_cut
 from skyrl_mega.planner.memory import critic_dims
 
 CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
 twice."""
 
-WHOLE_SHARED = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-"""`model_type` of the models whose shared experts vLLM 0.32 keeps whole in every worker, instead of a part of the
-columns, in engines with several replicas of several workers and with expert parallelism
-(`ParallelConfig.use_sequence_parallel_moe`)."""
-
+CACHE_OPTIONS = ("disable_hybrid_kv_cache_manager", "disable_sliding_window")
+"""vLLM arguments without caches of bounded size: layers with windows then keep every token or all layers see a window
+only, and layers with states fail."""
 FREE = ("max_position_embeddings", "quantization_config")
 """Keys of config.json that may differ in an engine; FP8 has checks of its own (`config.checks.engines`)."""
 NAMES = ("architectures", "model_type")
@@ -114,22 +114,36 @@ def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _check_shared_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuses engines with whole shared experts in every worker (`WHOLE_SHARED`): a weight sync delivers columns.
+def _check_shared_experts(config: Config, decoder: Decoder) -> None:
+    """Refuses engines with whole shared experts in every worker, which have not been tried.
 
     Engines of several nodes pass: they are only planned, and a run refuses them (`config.checks`).
     """
     rollout, node = config.rollout, engine_cluster(config).gpus_per_node
-    is_whole = rollout.tensor > 1 and engine_data(rollout) > 1 and expert_parallel(rollout)
-    runs = planned_device(config) == "cpu" or engine_ranks(rollout) <= node
-    if is_whole and runs and hf.get("model_type") in WHOLE_SHARED:
+    shared = decoder.experts.shared if decoder.experts else None
+    is_whole = shared is not None and shared.engine_parts(engine_cut(rollout)) < rollout.tensor
+    if is_whole and (planned_device(config) == "cpu" or engine_ranks(rollout) <= node):
         raise UserError(
-            f"with rollout.tensor = {rollout.tensor} and enable_expert_parallel, vLLM 0.32 keeps the shared experts of "
-            f"{hf['model_type']} whole in every worker, and a weight sync delivers a part of the columns",
+            f"with rollout.tensor = {rollout.tensor} and enable_expert_parallel, vLLM 0.32 keeps the model's shared "
+            "experts whole in every worker, which has not been tried",
             key="rollout.options.data_parallel_size",
             value=engine_data(rollout),
             fix=f"give rollout.tensor=1 and data_parallel_size={engine_ranks(rollout)}, or data_parallel_size=1",
         )
+
+
+def _check_caches(config: Config, decoder: Decoder) -> None:
+    """Refuses `CACHE_OPTIONS` for a model that has layers with sliding windows or states, which are planned as such."""
+    cut = engine_cut(config.rollout)
+    bounded = any(block.kv_window() is not None or block.state_bytes(cut, 1) for block in decoder.blocks)
+    for option in CACHE_OPTIONS:
+        if bounded and config.rollout.options.get(option):
+            raise UserError(
+                "the model has layers with sliding windows or states, whose bounded size vLLM would give up",
+                key=f"rollout.options.{option}",
+                value=shown(config.rollout.options[option]),
+                fix="leave it out",
+            )
 
 
 def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -158,9 +172,10 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     kind = architecture(hf)
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
-    _check_shared_experts(config, hf)
     decoder = kind.describe(hf)
+    _check_shared_experts(config, decoder)
     _check_overrides(config, hf)
+    _check_caches(config, decoder)
     if fp8_weights(config.rollout):
         for block in decoder.parts:
             block.check_fp8("rollout.options")

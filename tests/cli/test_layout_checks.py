@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cli.layout_checks import WHOLE_SHARED, check_engine
+from skyrl_mega.cli.layout_checks import check_engine
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.published import KNOWN, known
-from skyrl_mega.models.registry import ARCHITECTURES, architecture
+from skyrl_mega.models.registry import architecture
 
 
 def check(model: str, overrides: dict[str, Any]) -> None:
@@ -58,8 +58,12 @@ def test_overrides_that_leave_the_model_as_it_is_pass(model: str, overrides: dic
     check(model, overrides)
 
 
-SHARED = {hf["model_type"] for hf in KNOWN.values() if getattr(architecture(hf).describe(hf).experts, "shared", None)}
-"""`model_type` of the published models with shared experts."""
+SHARED = {
+    hf["model_type"]: name
+    for name, hf in KNOWN.items()
+    if getattr(architecture(hf).describe(hf).experts, "shared", None)
+}
+"""`model_type` → a published model, of those with shared experts."""
 
 
 def check_replicas(model: str, tensor: int, data: int, *, whole: bool = True, device: str = "cuda") -> None:
@@ -95,16 +99,30 @@ def test_other_replicas_and_plans_over_several_nodes_pass(model: str, tensor: in
     check_replicas(model, tensor, data, whole=whole)
 
 
-@pytest.mark.parametrize("model_type", sorted(SHARED | set(WHOLE_SHARED)))
-def test_the_refused_models_are_those_with_whole_shared_experts_in_vllm(model_type: str) -> None:
+@pytest.mark.parametrize("model", SHARED.values(), ids=SHARED)
+def test_shared_experts_are_whole_in_the_models_whose_vllm_class_says_so(model: str) -> None:
     """Compares with the sources of vLLM's classes."""
+    hf = known(model)
+    shared = architecture(hf).describe(hf).experts.shared  # type: ignore[union-attr]
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed")
-    name = ARCHITECTURES[model_type].transformers_class
+    name = architecture(hf).transformers_class
     [source] = [
         text
         for file in Path(spec.origin).with_name("model_executor").joinpath("models").glob("*.py")
         if f"\nclass {name}(" in (text := file.read_text())
     ]
-    assert ("use_sequence_parallel_moe" in source) == (model_type in WHOLE_SHARED)
+    assert ("use_sequence_parallel_moe" in source) == (shared is not None and shared.engine_whole)
+
+
+@pytest.mark.parametrize("option", ["disable_hybrid_kv_cache_manager", "disable_sliding_window"])
+def test_caches_of_bounded_size_stay_bounded(option: str) -> None:
+    """Refuses options with which layers with windows or states would take another size than planned."""
+    config = Config(rollout=RolloutConfig(options={option: True}, max_length=1024))
+    for model in ("gpt-oss-20b", "Qwen3.5-35B-A3B"):
+        with pytest.raises(UserError, match=rf"^rollout.options.{option} = true: .* windows or states.*; leave it out"):
+            check_engine(config, known(model))
+    check_engine(config, known("Qwen3-30B-A3B"))
+    config.rollout.options[option] = False
+    check_engine(config, known("gpt-oss-20b"))

@@ -128,6 +128,10 @@ WRONG = [
         "cluster.device=cuda cluster.pools.engines.gpus_per_node=4 rollout.tensor=8",
         "rollout.tensor = 8: allowed is at most cluster.pools.engines.gpus_per_node = 4",
     ),
+    (
+        "rollout.options.mamba_ssm_cache_dtype=bfloat16",
+        "rollout.options.mamba_ssm_cache_dtype: the run decides it; leave it out",
+    ),
     ("rollout.options.enable_eplb=true", "rollout.options.enable_eplb: vLLM would give a worker other experts than"),
     (
         "rollout.options.data_parallel_rank=0",

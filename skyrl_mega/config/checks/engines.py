@@ -38,7 +38,10 @@ REPLICA_ARGUMENTS = (
     *("data_parallel_multi_port_external_lb", "nnodes", "node_rank", "master_addr", "master_port"),
 )
 """vLLM arguments for replicas on several nodes or behind a balancer of load; here an engine is within a node."""
-ENGINE_ARGUMENTS = {
+STATE_TYPES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+"""vLLM arguments for the types of the states of convolutions and recurrent layers: planned as `model.dtype` and
+float32."""
+ENGINE_ARGUMENTS: dict[str, str | None] = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "run.seed",
@@ -55,6 +58,7 @@ ENGINE_ARGUMENTS = {
     "worker_extension_cls": None,
     "load_format": None,
     "enable_return_routed_experts": "policy.moe.replay=rollout",
+    **dict.fromkeys(STATE_TYPES),
     **SLEEP_ARGUMENTS,
     **dict.fromkeys(REPLICA_ARGUMENTS, "rollout.options.data_parallel_size, and rollout.engines for more engines"),
 }
