@@ -42,6 +42,7 @@ PACKAGES = {
     "vllm.model_executor.models.qwen3_moe": "vllm",
     "vllm.v1.worker.gpu_worker": "vllm",
     "flashinfer": "flashinfer-python",
+    "fla.modules.causal_conv1d": "fla-core",
     "fla.ops.gated_delta_rule": "fla-core",
     "ray": "ray",
     "pynvml": "nvidia-ml-py",

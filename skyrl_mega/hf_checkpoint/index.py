@@ -28,7 +28,7 @@ from skyrl_mega.models.quantization import (
     block_fp8,
     mxfp4,
 )
-from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.registry import ARCHITECTURES, architecture
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -62,10 +62,11 @@ class TensorEntry:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json in the Hugging Face directory `path`.
+    """Returns the content of config.json in the Hugging Face directory `path`, with the form of its files (`of_files`).
 
     Raises:
-        UserError: The directory or the file is missing, a file is not regular, or config.json is not valid JSON.
+        UserError: The directory or the file is missing, a file is not regular, or config.json or the index of the files
+            is not valid JSON.
     """
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
@@ -75,7 +76,20 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     hf = read_json(path / "config.json", FETCH)
     check_folder(path, FETCH)
-    return hf
+    return of_files(path, hf)
+
+
+def of_files(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of config.json with the form of the files in the directory, for families with several forms
+    (`Architecture.in_files`); unchanged for other families, and without files.
+
+    Raises:
+        UserError: The names of the tensors cannot be read.
+    """
+    family = ARCHITECTURES.get(str(hf.get("model_type", "")))
+    if family is None or family.in_files is None or not any((path / name).exists() for name in (INDEX, SINGLE)):
+        return hf
+    return dict(family.in_files(hf, names_in(path)))
 
 
 def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, TensorEntry]:

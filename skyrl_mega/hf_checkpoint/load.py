@@ -165,7 +165,7 @@ def save(
 def _types(source: Path, params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[str, DiskForm]]:
     """Returns the types of the exported tensors (the parameters' dtype, float32 where the architecture says so), and
     the tensors with another order of axes on disk."""
-    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    hf = read_config(source)
     decoder = architecture(hf).describe(hf)
     return Wire(next(iter(params.values())).dtype, float32=decoder.float32_tensors), decoder.disk_forms
 

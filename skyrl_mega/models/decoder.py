@@ -150,8 +150,8 @@ class Decoder:
         forms: dict[str, DiskForm] = {}
         for index in range(self.layers):
             for block in self.layer(index):
-                forms |= block.disk_forms(f"model.layers.{index}")
-        return forms
+                forms |= block.disk_forms(f"{MODEL}.layers.{index}")
+        return {self.on_disk(name): form for name, form in forms.items()}
 
     @cached_property
     def engine_float32(self) -> frozenset[str]:

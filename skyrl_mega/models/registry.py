@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
@@ -35,6 +35,9 @@ class Architecture:
     small: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Translates a config.json with common keys, for a small model with random weights, to the keys of this family;
     None for families without experts, which use the common keys."""
+    in_files: Callable[[Hf, Collection[str]], Hf] | None = None
+    """Adds to config.json, for `describe`, the form of the files from the names of their tensors; None for families
+    with a single form."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
         """Returns name → shape of every tensor of the checkpoint, in a new dict; boxes refer to these shapes.
@@ -156,7 +159,8 @@ def _families() -> dict[str, Architecture]:
     """Returns an architecture per file in `families/`, named after its `model_type`; newest first."""
     names = sorted((module.name for module in iter_modules(families.__path__)), reverse=True)
     modules = {name: import_module(f"{families.__name__}.{name}") for name in names}
-    return {name: Architecture(name, m.describe, m.CLASS, getattr(m, "small", None)) for name, m in modules.items()}
+    optional = {name: (getattr(m, "small", None), getattr(m, "in_files", None)) for name, m in modules.items()}
+    return {name: Architecture(name, m.describe, m.CLASS, *optional[name]) for name, m in modules.items()}
 
 
 HeadKind = Literal["vocab", "value"]

@@ -265,7 +265,7 @@ def test_an_engines_worker_stays_near_its_own_gpu(monkeypatch: pytest.MonkeyPatc
         loading = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
         attributes = {"model": None, "device": device, "vllm_config": loading}
         attributes["model_config"] = SimpleNamespace(
-            dtype=None, hf_config=SimpleNamespace(to_dict=lambda: MODELS["qwen3"])
+            model="", dtype=None, hf_config=SimpleNamespace(to_dict=lambda: MODELS["qwen3"])
         )
         monkeypatch.setattr(
             WeightTransferEngine, "__init__", lambda self, attributes=attributes: vars(self).update(attributes)

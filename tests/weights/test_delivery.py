@@ -99,7 +99,7 @@ def test_every_way_of_an_update_compares_before_it_begins(
     monkeypatch.setattr(transfer, "architecture", lambda _: family)
     engine: Any = ShardTransferEngine.__new__(ShardTransferEngine)
     engine.parameters, engine.exchange, engine.download = parameters_of(model), None, None
-    engine.model_config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
+    engine.model_config = SimpleNamespace(model="", hf_config=SimpleNamespace(to_dict=dict))
     sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0}
     engine.parallel_config = SimpleNamespace(**sizes, enable_expert_parallel=False, rank=0)
     worker: Any = WorkerExtension()

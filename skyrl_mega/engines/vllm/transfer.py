@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
 from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts, ProcessMemory, trim
 from skyrl_mega.engines.vllm.steps import StepCounter
+from skyrl_mega.hf_checkpoint.index import of_files
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
@@ -80,11 +82,15 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.download: Download | None = None
         """The shard's weights from a store of weight files; None before the first fetch."""
         self.report: dict[str, float] = {}
-        hf = self.model_config.hf_config.to_dict()
-        float32 = architecture(hf).describe(hf).float32_parameters
+        float32 = architecture(self.hf).describe(self.hf).float32_parameters
         self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype, float32)
         if self.device.type == "cuda":  # the engine's process stays near all of its GPUs, a worker near its own
             numa.bind(numa.visible_devices()[self.device.index : self.device.index + 1])
+
+    @cached_property
+    def hf(self) -> dict[str, Any]:
+        """The model's config.json as vLLM reads it, with the form of the files in the model's directory, if any."""
+        return of_files(Path(self.model_config.model), self.model_config.hf_config.to_dict())
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the process group of the policy's ranks and all engine workers; leaves a former group first. Waits for
@@ -107,12 +113,12 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RuntimeError: The boxes do not fill all parameters of the model (`delivery.check`).
         """
-        config, parallel = self.model_config.hf_config.to_dict(), self.parallel_config
+        parallel = self.parallel_config
         # vLLM treats the replicas of a model without experts as engines of their own: the size is then 1.
         cut = parallel.tensor_parallel_size, parallel.enable_expert_parallel, parallel.data_parallel_size
         tensor, whole_experts, data = cut
         index = worker_index(parallel) if data > 1 else parallel.rank
-        shard = architecture(config).engine_shard(config, tensor, index, whole_experts, data)
+        shard = architecture(self.hf).engine_shard(self.hf, tensor, index, whole_experts, data)
         delivery.check(self.parameters, shard)
         return shard
 
@@ -283,8 +289,8 @@ class WorkerExtension:
         """
         engine = self.weight_transfer_engine
         if engine.download is None:
-            config, number = engine.model_config.hf_config.to_dict(), worker_index(engine.parallel_config)
-            engine.download = Download(engine.own_shard(), architecture(config).tensors(config), number)
+            tensors, number = architecture(engine.hf).tensors(engine.hf), worker_index(engine.parallel_config)
+            engine.download = Download(engine.own_shard(), tensors, number)
         engine.download.start(Source(**source))
 
     def fetched(self) -> bool:
@@ -305,8 +311,8 @@ class WorkerExtension:
     def record_routes(self) -> None:
         """Starts recording routes in the worker of rank 0; does nothing in others, because all workers of an engine
         route alike, and for a model without experts."""
-        config = self.weight_transfer_engine.model_config.hf_config.to_dict()
-        shape = RouteShape.of(architecture(config).describe(config))
+        hf = self.weight_transfer_engine.hf
+        shape = RouteShape.of(architecture(hf).describe(hf))
         if self.rank == 0 and shape is not None:
             self.recorder = RouteRecorder(self.model_runner, shape)
 
