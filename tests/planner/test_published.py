@@ -83,7 +83,7 @@ def test_a_large_model_has_a_layout_that_fits(model: str, given: tuple[str, ...]
     architecture(hf).check_layout(hf, parallel)
     assert problem(config, decoder) is None
     held = engine_bytes(config, decoder) * parallel.ranks / config.rollout.engines / (2 * elements(decoder))
-    assert 1 <= held < 1.25, "an engine's workers hold the model, and small parts of it several times"
+    assert 1 <= held < 1.3, "an engine's workers hold the model, and small parts of it several times"
 
 
 def test_sixteen_workers_of_deepseek_v3_do_not_fit_an_h100() -> None:
