@@ -19,7 +19,7 @@ from skyrl_mega.common.errors import UserError
 
 PACKAGES = (
     *("megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
-    *("nvdlfw-inspect", "transformer-engine"),
+    *("nvdlfw-inspect", "transformer-engine", "fla-core"),
 )
 LOCK = ROOT / "requirements" / "cuda.lock"
 TORCH, PYTHON = "2.11.0", "3.12"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("spawn")
+_starting = threading.Lock()
+"""Held while a process starts: threads share the environment."""
 
 KILLED = "killed"
 """Answer of a job ended by a signal."""
@@ -77,16 +80,17 @@ def together(*jobs: Job, timeout_s: float) -> list[Any]:
 @contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables for processes started inside the context."""
-    before = {key: os.environ.get(key) for key in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+    with _starting:
+        before = {key: os.environ.get(key) for key in more}
+        os.environ.update(more)
+        try:
+            yield
+        finally:
+            for key, value in before.items():
+                if value is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = value
 
 
 def _main(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

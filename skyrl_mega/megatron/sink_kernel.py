@@ -71,8 +71,11 @@ def forward_kernel(inputs: tuple[Tensor, ...], rows: KernelRows) -> tuple[Tensor
         rows: The sequences.
     """
     sizes = (rows.longest_q, rows.longest_k, rows.causal, rows.scale, list(rows.window))
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn(
-        *inputs, rows.bounds_q, rows.bounds_k, *sizes, enable_gqa=True
+    kernel = torch.ops.torch_attn._varlen_attn
+    grouped = any(argument.name == "enable_gqa" for argument in kernel.default._schema.arguments)
+    result: tuple[Tensor, Tensor, Tensor] = kernel(
+        *(*inputs, rows.bounds_q, rows.bounds_k, *sizes),
+        **({"enable_gqa": True} if grouped else {}),  # torch 2.11 takes groups of heads without the argument
     )
     return result
 

@@ -12,9 +12,6 @@ pytestmark = [
 pytest.importorskip("triton")
 
 from skyrl_mega.kernels import block_fp8, boxes  # noqa: E402
-from skyrl_mega.megatron.packing import pack  # noqa: E402
-from skyrl_mega.models.blocks.base import DeltaNetSizes  # noqa: E402
-from skyrl_mega.trajectories.sequences import Sequences  # noqa: E402
 from tests.kernels import cases, head_cases  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -86,35 +83,3 @@ def test_the_fused_head(case: head_cases.Case, dtype: torch.dtype, near: float) 
 
 def test_the_fused_heads_extremes() -> None:
     head_cases.extremes_are_exact("cuda", torch.float32, by_kernel=True)
-
-
-def test_gated_delta_nets() -> None:
-    """Compares a packed row in bfloat16 with the same row in float32 on the CPU, forward and backward."""
-    pytest.importorskip("fla")
-    from skyrl_mega.megatron.gated_delta import gated_delta
-
-    sizes, lengths = (
-        DeltaNetSizes(key_heads=2, value_heads=4, key_width=128, value_width=128, window=4),
-        (5, 300, 1, 64),
-    )
-    micro = pack(Sequences.of([range(n) for n in lengths]), context=1, context_rank=0, tensor=1)
-    tokens, generator = sum(lengths), torch.Generator().manual_seed(0)
-    mixed, weight, beta, upstream = (
-        torch.randn(shape, generator=generator)
-        for shape in (
-            (tokens, sizes.convolved),
-            (sizes.convolved, 1, sizes.window),
-            (tokens, sizes.value_heads),
-            (tokens, sizes.value_heads, sizes.value_width),
-        )
-    )
-    decay = -0.1 * torch.rand(tokens, sizes.value_heads, generator=generator)
-    results = []
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        mine = [t.to(device, dtype).requires_grad_() for t in (mixed, weight, beta.sigmoid())]
-        steps = decay.to(device).requires_grad_()
-        out = gated_delta(mine[0], mine[1], steps, mine[2], micro.to(torch.device(device)).row, sizes)
-        gradients = torch.autograd.grad(out, [*mine, steps], upstream.to(device, dtype))
-        results.append([t.detach().float().cpu() for t in (out, *gradients)])
-    for expected, actual in zip(*results, strict=True):
-        assert (actual - expected).norm() < 0.03 * expected.norm()
