@@ -181,7 +181,7 @@ def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list
         tensors: Hugging Face names.
 
     Raises:
-        Damaged: A file's header cannot be read, or differs from the saved header; names the file.
+        Damaged: A file is missing, or its header cannot be read or differs from the saved header; names the file.
     """
     return [entry for name in header.files for entry in _entries(folder / name, header, tensors)]
 
@@ -333,7 +333,8 @@ def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> N
         data: Destination, of the box's size in bytes.
 
     Raises:
-        Damaged: The file ends before the box does.
+        Damaged: The file ends before the box does; names file and tensor. `data` is then partly filled.
+        OSError: The file cannot be read.
     """
     shape, start = entry.box.shape, [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
     # Trailing dimensions read in full, and the dimension before them, form a single run of bytes.
@@ -357,18 +358,28 @@ def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> N
 
 
 class PinnedBlock:
-    """A block of `size` bytes of host memory, with `pinned` page-locked for copies to and from a GPU."""
+    """A block of host memory that is used for one tensor after another.
+
+    Args:
+        size: Bytes of the block.
+        pinned: True for page-locked memory, for copies to and from a GPU.
+    """
 
     def __init__(self, size: int, pinned: bool) -> None:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Returns a view of the beginning of the block as a tensor."""
+        """Returns the beginning of the block as a tensor of this type and shape, sharing the memory. Raises
+        RuntimeError if the block is too small."""
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 class PinnedBlocks:
-    """A pool of blocks of host memory, shared by threads."""
+    """A pool of blocks of host memory, shared by threads.
+
+    Args:
+        buffers: The blocks, all free.
+    """
 
     def __init__(self, buffers: Sequence[PinnedBlock]) -> None:
         self._free: SimpleQueue[PinnedBlock] = SimpleQueue()
@@ -377,8 +388,8 @@ class PinnedBlocks:
 
     @contextmanager
     def borrow(self) -> Iterator[PinnedBlock]:
-        """Gives a free block to the caller until the end of the `with`; waits, without limit, while no block is
-        free."""
+        """Yields a free block, taken from the pool until the end of the context. Waits, without limit, while no block
+        is free."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -400,7 +411,8 @@ def _strips(box: Box, itemsize: int) -> Iterator[slice]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor in host memory, as a writable view."""
+    """Returns the bytes of a contiguous tensor in host memory, as a writable view. Raises RuntimeError for a tensor
+    that is not contiguous, and TypeError for a tensor on a GPU."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 

@@ -62,6 +62,10 @@ class Header:
 def write_header(folder: Path, header: Header) -> None:
     """Writes checkpoint.json and flushes file and folder to the disk; this completes the checkpoint.
 
+    Args:
+        folder: The checkpoint's folder, with all files of boxes.
+        header: The content to write.
+
     Raises:
         OSError: checkpoint.json exists already, or the file system failed.
     """
@@ -74,7 +78,7 @@ def write_header(folder: Path, header: Header) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flushes a folder's entries to the disk (fsync), so that new and renamed files survive a power failure. The
-    content of the files is not flushed."""
+    content of the files is not flushed. Raises OSError if the folder is missing or the file system failed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,9 +87,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def refuse_old(folder: Path) -> None:
-    """Checks that a checkpoint was not written by an earlier version of the program.
-
-    Missing or unreadable files pass: `read_header` raises for them.
+    """Raises an error for a checkpoint written by an earlier version of the program. Missing or unreadable files pass:
+    `read_header` raises for them.
 
     Raises:
         UserError: The checkpoint is in an earlier format; names the remedy.
@@ -154,11 +157,11 @@ def read_table(file: Path, header: Header) -> bytes:
     with the checksum in checkpoint.json.
 
     Args:
-        file: A file of boxes, listed in `header`.
+        file: A file of boxes, listed in `header`; KeyError for another file.
         header: The content of checkpoint.json.
 
     Raises:
-        Damaged: The header cannot be read, or differs from the saved header.
+        Damaged: The header cannot be read, or differs from the saved header; names the file.
     """
     written = header.files[file.name]
     try:
@@ -179,8 +182,8 @@ def read_table(file: Path, header: Header) -> bytes:
 
 
 def check_tables(folder: Path) -> None:
-    """Checks that every file of a checkpoint was written by the checkpoint's own save, without reading tensors: sizes
-    and headers are compared, and damaged data inside a file passes (`box_files.check_entries`).
+    """Raises an error unless every file of a checkpoint was written by the checkpoint's own save. Compares sizes and
+    headers, and does not read tensors: damaged data inside a file passes (`box_files.check_entries`).
 
     Raises:
         Damaged: A file belongs to another save, is incomplete or is missing; names the file.

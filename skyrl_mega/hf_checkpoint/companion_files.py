@@ -28,6 +28,7 @@ def write_companion_files(folder: Path, source: Path, dtype: torch.dtype, fp8: b
     Raises:
         UserError: A safetensors file cannot be read, or is cut off.
         OSError: `source` has no config.json, or a file cannot be copied or written.
+        ValueError: config.json is not valid JSON.
     """
     headers = {file.name: read_header(file) for file in sorted(folder.glob("*.safetensors"))}
     if len(headers) > 1:

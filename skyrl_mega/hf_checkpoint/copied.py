@@ -26,17 +26,15 @@ Copied = Mapping[str, TensorEntry]
 
 
 def copies(source: Path, file_bytes: int) -> list[Copied]:
-    """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write. Reads
-    only headers, and writes nothing (`write_copy` does).
-
-    The list contains an entry per file, and is empty without such tensors.
+    """Returns the tensors in a Hugging Face directory that the model does not have, divided over files to write: an
+    entry per file, [] without such tensors. Reads only headers, and writes nothing (`write_copy` does).
 
     Args:
         source: The directory.
         file_bytes: Maximum size of a file (at least one tensor).
 
     Raises:
-        UserError: A layer of the model has an unknown tensor, or a file cannot be read.
+        UserError: config.json cannot be used, a layer of the model has an unknown tensor, or a file cannot be read.
     """
     files: list[dict[str, TensorEntry]] = []
     size = 0
@@ -50,7 +48,8 @@ def copies(source: Path, file_bytes: int) -> list[Copied]:
 
 
 def unread_note(path: Path, hf: Mapping[str, Any]) -> str | None:
-    """Returns a sentence about the tensors of a Hugging Face directory that a run leaves unread; None without any.
+    """Returns a sentence about the tensors of a Hugging Face directory that a run leaves unread: number, size and
+    names. None without such tensors.
 
     Args:
         path: The directory.
@@ -75,6 +74,10 @@ def unread_note(path: Path, hf: Mapping[str, Any]) -> str | None:
 def write_copy(tensors: Copied, file: Path) -> None:
     """Writes a new safetensors file with copies of the tensors, and flushes the file to the disk.
 
+    Args:
+        tensors: The tensors, with their places in the source.
+        file: The file to write.
+
     Raises:
         OSError: The file exists already, the file system failed, or a file of the source is missing or ends too early.
             An incomplete file stays.
@@ -96,7 +99,12 @@ def write_copy(tensors: Copied, file: Path) -> None:
 
 
 def is_copy(tensors: Copied, file: Path) -> bool:
-    """Returns True if `file` contains exactly these tensors, in order, equal to the source byte by byte.
+    """Returns True if `file` contains exactly these tensors, in order, equal to the source byte by byte; False for any
+    other safetensors file.
+
+    Args:
+        tensors: The tensors, with their places in the source.
+        file: The file to compare.
 
     Raises:
         UserError: `file` is missing, cut off, or not in safetensors format.

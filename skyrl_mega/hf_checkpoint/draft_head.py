@@ -16,8 +16,13 @@ DEFAULT_TAKEN = 3
 
 
 def taken_layers(head: Mapping[str, Any], layers: int) -> list[Any]:
-    """Returns the layers whose hidden states an EAGLE-3 head reads, as its config.json lists them, unchecked; else
-    vLLM's default for a policy of `layers` layers. An empty list, or a value other than a list, counts as absent."""
+    """Returns the policy's layers whose hidden states an EAGLE-3 head reads.
+
+    Args:
+        head: The head's config.json. Its own list is returned unchecked; an empty list, or a value other than a list,
+            counts as absent.
+        layers: Number of the policy's layers, for vLLM's default if config.json names none.
+    """
     given = head.get(TAKEN) or (head.get("eagle_config") or {}).get(TAKEN)
     return list(given) if isinstance(given, list) else [2, layers // 2, layers - DEFAULT_TAKEN]
 
@@ -35,7 +40,7 @@ def tensors(path: Path, head: Mapping[str, Any], method: str) -> dict[str, tuple
         method: `eagle` or `eagle3`.
 
     Raises:
-        UserError: config.json is not supported, or the files cannot be read.
+        UserError: config.json is not supported or lacks a size, or the files cannot be read.
     """
     third, names = method == "eagle3", names_in(path)
     decoder = architecture(head).describe(head)

@@ -65,8 +65,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns the content of config.json in the Hugging Face directory `path`, with the form of its files (`of_files`).
 
     Raises:
-        UserError: The directory or the file is missing, a file is not regular, or config.json or the index of the files
-            is not valid JSON.
+        UserError: The directory or the file is missing, a file of the directory is not regular, or config.json or the
+            index of the files is not a JSON object.
     """
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
@@ -103,8 +103,8 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Te
         Name → entry of each tensor of the model.
 
     Raises:
-        UserError: A tensor is missing or wrong, or a layer of the model has a tensor unknown to the architecture; names
-            file and tensor, and the expected and the actual value, in one line.
+        UserError: config.json cannot be used, a tensor is missing or wrong, or a layer of the model has a tensor
+            unknown to the architecture; names file and tensor, and the expected and the actual value, in one line.
     """
     hf = read_config(path) if hf is None else hf
     entries = check_model_tensors(path, hf, architecture(hf).tensors(hf))

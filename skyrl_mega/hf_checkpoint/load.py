@@ -60,7 +60,9 @@ def load(
 
     Raises:
         UserError: The shard has a tensor unknown to the model, a tensor is missing or misshapen, or a file cannot be
-            read or is cut off; described in one line.
+            read or is cut off; described in one line. Tensors may then be filled already.
+        OSError: A file cannot be opened or read.
+        ValueError: A tensor of `params` is not of the shard's shape.
     """
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces:
@@ -111,13 +113,12 @@ def save(
     timeout_s: float = 600.0,
 ) -> None:
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective of all ranks.
-
     The directory appears when every file is written, before any rank returns, and replaces an older directory
     recognised by `exported`. Tensors of the source unknown to the model are copied (`copied`).
 
     Args:
         path: The directory to write.
-        source: The source directory of configuration, tokenizer, and tensors to copy.
+        source: Directory of the configuration, tokenizer, and tensors to copy.
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write files, in turn; several need a shared file system.
@@ -127,7 +128,8 @@ def save(
     Raises:
         UserError: On rank 0: the directory contains anything not written by an export, or `source` cannot be read.
         OSError: On the rank that could not write.
-        RuntimeError: On all other ranks, after an error on any rank; names the rank.
+        RuntimeError: On all other ranks, after such an error on any rank; names the rank.
+        TransportError: A rank left, or an exchange took too long.
     """
     rank = dist.get_rank()
     with ExitStack() as stack:
@@ -171,7 +173,8 @@ def _types(source: Path, params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[st
 
 
 def exported(folder: Path, names: set[str]) -> bool:
-    """Returns True if a folder contains exactly the files written by `save`, with unchanged sizes, and may be replaced.
+    """Returns True if a folder contains exactly the files written by `save`, with unchanged sizes, and may be replaced;
+    False also if their list cannot be read.
 
     Args:
         folder: The folder.
@@ -251,8 +254,8 @@ def _gathered(
 
 
 def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
-    """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor), and yields the names of
-    each file's tensors; without tensors, a single empty list.
+    """Yields, file by file, the names of the tensors of a file, in the given order. A file has at most `file_bytes`, or
+    a single larger tensor. Without tensors yields a single empty list.
 
     Args:
         sizes: Bytes of each tensor.

@@ -65,7 +65,19 @@ class TensorReader:
 
     def rows(self, name: str, entry: TensorEntry, first: int, rows: int) -> Tensor:
         """Returns rows (entries of the first axis) as stored, in a view of the reader's buffer that the next call
-        overwrites; raises as `read`."""
+        overwrites.
+
+        Args:
+            name: Name of the tensor, for errors.
+            entry: The tensor.
+            first: First row.
+            rows: Number of rows.
+
+        Raises:
+            Damaged: The file ends before the rows do.
+            OSError: The file cannot be opened or read.
+            KeyError: The type on disk is not in `TORCH_DTYPES`.
+        """
         box = Box((first, *(0,) * (len(entry.shape) - 1)), (rows, *entry.shape[1:]))
         with _opened(name, entry) as (descriptor, stored):
             return self._numbers(descriptor, stored, box)
@@ -84,8 +96,8 @@ class TensorReader:
             scales [blocks of rows, blocks of columns], a new tensor.
 
         Raises:
-            Damaged: The file ends before the tensor does.
-            OSError: The file cannot be opened or read.
+            Damaged: A file ends before the data does.
+            OSError: A file cannot be opened or read.
         """
         assert entry.scales is not None
         box = Box((first, 0), (rows, entry.shape[1]))

@@ -85,8 +85,12 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
 
 
 def difference(tokenizer: Any, file_tokenizer: Tokenizer) -> str | None:
-    """Returns a description of the first test text, or added token, that a tokenizer encodes or decodes differently
-    from its tokenizer.json; None if all are equal.
+    """Returns a description of the first difference between a tokenizer and its tokenizer.json: a test text encoded or
+    decoded differently, or an added token with another number. None if all are equal.
+
+    Args:
+        tokenizer: The tokenizer, as loaded by transformers.
+        file_tokenizer: The tokenizer of tokenizer.json alone.
     """
     for probe in (*ALWAYS, *KNOWN):
         ids, expected = (

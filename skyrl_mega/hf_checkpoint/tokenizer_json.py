@@ -34,11 +34,12 @@ SPECIAL = {"lstrip": False, "rstrip": False, "normalized": False, "single_word":
 
 
 def write(folder: Path) -> Path:
-    """Writes tokenizer.json into a model's directory, and returns the path. The file appears only when it is complete
-    and proved equal to tiktoken; nothing is replaced.
+    """Writes tokenizer.json into the model's directory `folder`, and returns its path. The file appears only when it is
+    complete and proved equal to tiktoken; nothing is replaced.
 
     Raises:
         UserError: A file is missing or cannot be used, tokenizer.json exists, or the result differs from tiktoken.
+        OSError: tokenizer.json cannot be written.
     """
     check_folder(folder, FETCH)
     file = folder / "tokenizer.json"
@@ -54,10 +55,11 @@ def write(folder: Path) -> Path:
 
 
 def read_vocabulary(file: Path) -> dict[bytes, int]:
-    """Returns the number of each token's bytes; numbers are also the order of merges.
+    """Returns the number of each token's bytes; numbers are also the order of merges. The vocabulary contains every
+    single byte.
 
     Raises:
-        UserError: The file is missing, or is no tiktoken vocabulary.
+        UserError: The file is missing, or is no tiktoken vocabulary with the numbers 0, 1, 2 and so on.
     """
     try:
         pairs = [line.split() for line in read(file, FETCH).splitlines() if line]
@@ -152,7 +154,7 @@ def convert(ranks: Mapping[bytes, int], pattern: str, added: Mapping[int, AddedT
 
 
 def check_equal(tokenizer: Tokenizer, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]) -> None:
-    """Compares a tokenizer with tiktoken, on every token and on random sequences of tokens.
+    """Raises an error unless a tokenizer equals tiktoken on every token and on random sequences of tokens.
 
     Args:
         tokenizer: The tokenizer.
@@ -161,7 +163,7 @@ def check_equal(tokenizer: Tokenizer, ranks: Mapping[bytes, int], pattern: str, 
         special: Number of each token beyond the vocabulary.
 
     Raises:
-        UserError: A text has other tokens, or does not come back.
+        UserError: A text gets other tokens, or does not come back from its tokens; names the first such text.
     """
     from tiktoken import Encoding
 
@@ -180,8 +182,8 @@ def check_equal(tokenizer: Tokenizer, ranks: Mapping[bytes, int], pattern: str, 
 
 
 def probes(ranks: Mapping[bytes, int]) -> Iterator[str]:
-    """Yields texts to compare: the loader's, every token that is text, runs of a character, and random sequences of
-    tokens."""
+    """Yields the texts on which both tokenizers are compared: `ALWAYS` and `KNOWN`, every token that is text, runs of a
+    character, and `JOINED` random sequences of 8 tokens, the same in every call."""
     yield from (*ALWAYS, *KNOWN)
     words: Sequence[str] = [token.decode() for token in ranks if _is_text(token)]
     yield from words
@@ -207,6 +209,7 @@ def main(arguments: list[str]) -> int:
 
     Raises:
         UserError: The command line is wrong, or `write` refuses the directory.
+        OSError: tokenizer.json cannot be written.
     """
     about = (__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m skyrl_mega.hf_checkpoint.tokenizer_json", description=about, allow_abbrev=False)

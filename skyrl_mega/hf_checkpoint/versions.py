@@ -27,11 +27,12 @@ class VersionDirectories:
         self._latest = -1
 
     def __call__(self, version: int) -> Path:
-        """Returns the directory of a version with the policy's present weights, written unless done already; removes
-        all but the last `KEPT` directories.
+        """Returns the directory of weight version `version`, with the policy's present weights, written unless written
+        by the previous call. After writing, removes all but the last `KEPT` directories.
 
         Raises:
             UserError, ActorFailed: As in `megatron.group.TrainGroup.export`.
+            OSError: A directory cannot be listed or removed.
         """
         path = self.folder / f"version-{version:09d}"
         if version != self._latest:
