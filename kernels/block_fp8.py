@@ -25,8 +25,9 @@ SMALLEST_AMAX = 1e-4
 
 
 def blocks_touched(rows: int, columns: int, row0: int = 0, col0: int = 0) -> tuple[int, int]:
-    """Returns (I, J): how many rows and columns of blocks a shard [rows, columns] touches that begins at row `row0` and
-    column `col0` of the whole matrix. 0 rows give as many blocks as their start inside a block touches: 0 or 1."""
+    """Returns (I, J), the numbers of rows and of columns of blocks touched by a shard [rows, columns] that begins at
+    row `row0` and column `col0` of the whole matrix. A shard of 0 rows touches 1 row of blocks if its start is inside a
+    block, else 0; the same for columns."""
     return _touched(rows, row0), _touched(columns, col0)
 
 
@@ -38,7 +39,7 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
         row0, col0: Position of the shard in the whole matrix.
 
     Returns:
-        float32, [I, J] or [S, I, J].
+        float32, [I, J] or [S, I, J], on the weight's device.
 
     Raises:
         ValueError: The weight is empty, or neither 2- nor 3-dimensional.
@@ -52,17 +53,17 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Returns max(amax, `SMALLEST_AMAX`) / 448, the scales of blocks with these largest magnitudes: float32 of the same
-    shape."""
+    """Returns the scales of blocks from their largest magnitudes: max(amax, `SMALLEST_AMAX`) / 448, a new float32
+    tensor of the same shape. NaN stays NaN."""
     return amax.clamp(min=SMALLEST_AMAX) / LARGEST
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
     """Returns weight / scale for every element of the shard, in E4M3, rounded to nearest even. A quotient beyond E4M3's
-    range becomes NaN, as with scales of another matrix.
+    range, from scales of another matrix, becomes NaN.
 
     Args:
-        weight_SRC: See `block_amax`.
+        weight_SRC: bfloat16, float16 or float32, [R, C] or [S, R, C], any strides.
         scales_SIJ: float32 `scales` of the blocks touched, from the magnitudes of the whole blocks.
         row0, col0: Position of the shard in the whole matrix.
 
@@ -70,7 +71,8 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
         float8_e4m3fn, contiguous, of the weight's shape.
 
     Raises:
-        ValueError: The weight is empty, or the shape of the scales does not match the blocks touched.
+        ValueError: The weight is empty or neither 2- nor 3-dimensional, or the shape of the scales does not match the
+            blocks touched.
     """
     _check(weight_SRC, scales_SIJ, row0, col0)
     if weight_SRC.is_cuda:
@@ -93,7 +95,8 @@ def dequantise(
         dtype: Dtype of the result.
 
     Raises:
-        ValueError: The numbers are empty, or the shape of the scales does not match the blocks touched.
+        ValueError: The numbers are empty or neither 2- nor 3-dimensional, or the shape of the scales does not match the
+            blocks touched.
     """
     _check(numbers_SRC, scales_SIJ, row0, col0)
     if numbers_SRC.is_cuda:
@@ -104,8 +107,8 @@ def dequantise(
 
 
 def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `block_amax` in torch on any device, a row of blocks at a time: S·128·C elements of extra memory. Does
-    not check the arguments."""
+    """Computes the result of `block_amax` in torch on any device, a row of blocks at a time: S·128·C elements of extra
+    memory. Does not check the arguments."""
     rows, columns = weight_SRC.shape[-2:]
     stack = weight_SRC.shape[:-2]
     of_column = _block_of(columns, col0, weight_SRC.device).expand(*stack, columns)
@@ -117,8 +120,8 @@ def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Te
 
 
 def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """Computes `quantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory.
-    Does not check the arguments."""
+    """Computes the result of `quantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of
+    extra memory. Does not check the arguments."""
     of_column = _block_of(weight_SRC.shape[-1], col0, weight_SRC.device)
     inverse = 1.0 / scales_SIJ  # multiplication by the inverse: vLLM's rounding
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight_SRC.device)
@@ -131,8 +134,8 @@ def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, co
 def dequantise_reference(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Computes `dequantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of extra memory.
-    Does not check the arguments."""
+    """Computes the result of `dequantise` in torch on any device, a row of blocks at a time: twice S·128·C float32 of
+    extra memory. Does not check the arguments."""
     of_column = _block_of(numbers_SRC.shape[-1], col0, numbers_SRC.device)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers_SRC.device)
     for i, strip in enumerate(_strips(numbers_SRC.shape[-2], row0)):

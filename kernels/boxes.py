@@ -53,7 +53,10 @@ def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
 
     Args:
         views: Tensors; tensor i gets owner i.
-        offsets: Start of each tensor in the flat buffer, in bytes; as many as `views`, else ValueError.
+        offsets: Start of each tensor in the flat buffer, in bytes.
+
+    Raises:
+        ValueError: The numbers of tensors and offsets differ.
     """
     return [
         Region(i, 0, tuple(view.shape), view.stride(), view.dtype, offset)
@@ -153,7 +156,8 @@ class Boxes:
 
 
 def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Computes `Boxes.pack` in torch, with a copy per box, on any device. Does not check the buffer."""
+    """Copies every box from the tensors into the flat buffer in torch, with a copy per box, on any device; see
+    `Boxes.pack`. Does not check the buffer."""
     for region in regions:
         box, target = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
         if target.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
@@ -163,7 +167,8 @@ def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Te
 
 
 def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """Computes `Boxes.unpack` in torch, with a copy per box, on any device. Does not check the buffer."""
+    """Copies every box from the flat buffer into the tensors in torch, with a copy per box, on any device; see
+    `Boxes.unpack`. Does not check the buffer."""
     for region in regions:
         source = flat[region.offset : region.offset + region.nbytes]
         if source.storage_offset() % region.dtype.itemsize:
@@ -172,6 +177,7 @@ def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: 
 
 
 def checksums_reference(regions: Sequence[Region], owners: Sequence[Tensor]) -> Tensor:
-    """Computes `Boxes.checksums` on the CPU, a box at a time; the result is on the device of the tensors."""
+    """Returns the checksums of all boxes as `Boxes.checksums` does, computed on the CPU, a box at a time; int64
+    [regions] on the device of the tensors."""
     sums = [checksum.checksum(region.of(owners[region.owner])) for region in regions]
     return torch.from_numpy(np.array(sums, np.uint64).view(np.int64)).to(owners[0].device)

@@ -48,10 +48,11 @@ class Table:
     """The boxes on the device by word width, with tiles, for all copies and checksums.
 
     Built on the first use, because the table depends on the alignment of the tensors; rebuilt only for another
-    alignment.
+    alignment. The first use raises ValueError for a box of 2³¹ words or more.
 
-    Raises:
-        ValueError: A box is of 2³¹ words or more.
+    Args:
+        regions: The boxes.
+        device: Device of the tensors and the flat buffer.
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:

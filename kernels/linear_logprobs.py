@@ -87,8 +87,11 @@ class Inputs:
             raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
 
     def columns(self, part: slice) -> Inputs:
-        """Returns the inputs for the columns `part` of this rank alone, a slice with start and stop within the rank's
-        columns; the weight is a view."""
+        """Returns the inputs for some of this rank's columns alone; the weight is a view.
+
+        Args:
+            part: The columns, a slice with start and stop within the rank's columns.
+        """
         valid = min(max(self.head.valid - part.start, 0), part.stop - part.start)
         head = replace(self.head, first=self.head.first + part.start, valid=valid)
         return replace(self, weight_vH=self.weight_vH[part], head=head)
@@ -133,7 +136,7 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 
 
 def merge(parts_QST: Tensor) -> Tensor:
-    """Returns the quantities over all splits (or ranks), [Q, T], from the quantities of each split. Overwrites
+    """Returns the quantities over all splits (or ranks), [Q, T], from the quantities of each, [Q, S, T]. Overwrites
     `parts_QST`."""
     peak_T = parts_QST[PEAK].amax(0)
     rebase(parts_QST, peak_T)
@@ -175,14 +178,17 @@ def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
 def gradients(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the hidden states (this rank's part of a sum over ranks) and of the weight, in their
-    dtypes.
+    """Runs the backward pass over this rank's columns of the vocabulary.
 
     Args:
         inputs: The inputs of the forward pass.
-        saved: Results over the whole vocabulary.
-        grad_logprobs_T, grad_entropy_T: Incoming gradients of each log-prob and entropy, in the dtype of `saved`;
-            None for the entropy if no gradient flows through it.
+        saved: Results over the whole vocabulary (`finish`).
+        grad_logprobs_T, grad_entropy_T: Incoming gradients of each log-prob and entropy, in the dtype of `saved`; None
+            for the entropy if no gradient flows through it.
+
+    Returns:
+        The gradients of the hidden states [T, H], this rank's part of a sum over ranks, and of the weight [v, H], in
+        their dtypes.
     """
     hidden, weight = inputs.hidden_TH, inputs.weight_vH
     tokens, columns = len(hidden), chunk_columns(*weight.shape)
@@ -229,22 +235,33 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def forward_bytes(tokens: int, columns: int, *, squares: bool = False) -> int:
-    """Returns the bytes of the partial sums, which are float32 for a model in half precision or float32.
+    """Returns the bytes of the partial sums, computed in float32: the forward pass's memory, apart from a few numbers
+    per token.
 
-    This is the forward pass's memory, apart from a few numbers per token. `columns` are this tensor rank's.
+    Args:
+        tokens: Number of tokens.
+        columns: Columns of this tensor rank.
+        squares: True if Σ e² is computed too.
     """
     return 4 * (5 if squares else 4) * splits(columns) * tokens
 
 
 def backward_bytes(tokens: int, columns: int, hidden: int, itemsize: int) -> int:
     """Returns the bytes used by the backward pass besides the returned gradients: a chunk's logit gradients, and the
-    hidden states' gradient in float32. `columns` are this tensor rank's, `hidden` is the hidden width, and `itemsize`
-    the bytes of an element of the model."""
+    hidden states' gradient in float32.
+
+    Args:
+        tokens: Number of tokens.
+        columns: Columns of this tensor rank.
+        hidden: Hidden width.
+        itemsize: Bytes of an element of the model.
+    """
     return tokens * (chunk_columns(columns, hidden) * itemsize + hidden * 4)
 
 
 def splits(columns: int) -> int:
-    """Returns S, the number of splits in which the forward pass sums this number of columns; at most `SPLITS`."""
+    """Returns S, the number of splits in which the forward pass sums this number of columns: at most `SPLITS`. There
+    must be at least one column."""
     return -(-columns // split_columns(columns))
 
 
@@ -277,7 +294,8 @@ def _chunks(total: int, chunk: int) -> Iterator[slice]:
 
 
 def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """Computes `partial_sums` in torch on any device, with several copies of a split's logits in memory."""
+    """Computes the result of `partial_sums` in torch on any device, with several copies of a split's logits in
+    memory."""
     width, parts = len(inputs.weight_vH), []
     for part in _chunks(width, split_columns(width)):
         logits, is_target, _ = _logits(inputs.columns(part))
@@ -294,7 +312,8 @@ def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients_reference(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Computes `logit_gradients` in torch on any device, into `out_Tv`, with several copies of the logits in memory."""
+    """Writes the result of `logit_gradients` into `out_Tv`, in torch on any device, with several copies of the logits
+    in memory."""
     logits, is_target, slope = _logits(inputs)
     # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
     logprobs = logits - saved.peak_T[:, None] - saved.log_sum_T[:, None]

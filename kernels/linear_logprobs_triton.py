@@ -42,7 +42,8 @@ FLOAT32 = Tile(64, 64, 32, warps=4, stages=3)
 
 
 def tile(hidden: Tensor) -> Tile:
-    """Returns the tile sizes for the dtype of these hidden states and the shared memory of their device."""
+    """Returns the tile for the dtype and the device of these hidden states: `FLOAT32` for numbers of 4 bytes or more,
+    else `HALF`, or `SMALL` if the device has too little shared memory for it."""
     if hidden.element_size() > 2:
         return FLOAT32
     return HALF if loads(HALF) <= _shared_memory(hidden.device) else SMALL
@@ -61,7 +62,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """Computes `linear_logprobs.partial_sums` on a GPU: the quantities of each split and token, [Q, S, T]."""
+    """Computes `linear_logprobs.partial_sums` on a GPU: the quantities of each split and token, [Q, S, T]. Q is 5 with
+    `squares`, else 4."""
     tokens, width = len(inputs.hidden_TH), len(inputs.weight_vH)
     count = splits(width)
     shape = (5 if squares else 4, count, tokens)
@@ -75,7 +77,8 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Computes `linear_logprobs.logit_gradients` on a GPU, into `out_Tv` [T, v], which must be contiguous."""
+    """Computes `linear_logprobs.logit_gradients` on a GPU, and writes the result into `out_Tv` [T, v], which must be
+    contiguous."""
     tokens, width = out_Tv.shape
     chosen, arguments = _arguments(inputs)
     grid = (triton.cdiv(tokens, chosen.tokens), triton.cdiv(width, chosen.columns))

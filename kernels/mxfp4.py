@@ -18,11 +18,11 @@ _STRIP = 1 << 16
 
 
 def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of blocks, a new tensor [..., G · 32]; no rounding in bfloat16 or float32.
+    """Returns the numbers of blocks, a new tensor [..., G · 32] on the CPU; no rounding in bfloat16 or float32.
 
     Args:
-        blocks: uint8 [..., G, 16]; the lower half of a byte is the number before the upper half's.
-        scales: uint8 [..., G]; `NOT_A_NUMBER` is computed as a power of two, as in transformers.
+        blocks: uint8 [..., G, 16], on the CPU; the lower half of a byte is the number before the upper half's.
+        scales: uint8 [..., G], on the CPU; `NOT_A_NUMBER` is computed as a power of two, as in transformers.
         dtype: Type of the result.
     """
     numbers = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
