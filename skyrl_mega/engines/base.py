@@ -264,7 +264,7 @@ class Engine(Protocol):
 
         Returns:
             For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters; [] from
-                an engine that cannot compare.
+            an engine that cannot compare.
 
         Raises:
             NotReady: The weights are asleep.

@@ -48,7 +48,7 @@ class RankProfiler:
 
         Returns:
             On a GPU `launches` and `host_syncs`: the numbers of CUDA calls that started kernels and that waited for the
-                GPU. {} without CUDA calls.
+            GPU. {} without CUDA calls.
 
         Raises:
             ValueError: torch wrote another format than torch 2.13's.

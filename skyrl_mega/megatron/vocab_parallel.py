@@ -47,8 +47,8 @@ def vocab_parallel_logprobs(
 
     Returns:
         logprobs_T and entropy_T, both differentiable; the hidden states' gradient is this rank's part, to be summed
-            over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares`
-            also squares_T, without a gradient.
+        over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares` also
+        squares_T, without a gradient.
     """
     if chunk is None:
         settings: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}

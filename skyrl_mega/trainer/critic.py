@@ -56,7 +56,7 @@ def quality(batch: Sequences) -> dict[str, float]:
 
     Returns:
         `critic/return`, the mean return, and `critic/explained_variance`, left out if all returns are equal; {} without
-          tokens with `mask` 1.
+        tokens with `mask` 1.
     """
     counts = batch["mask"] != 0
     returns, errors = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()

@@ -46,7 +46,7 @@ class Trial:
         """The last measured steps of each way: seconds, and mean tokens of a sequence."""
 
     def add(self, drafting: bool, seconds: float, tokens: float) -> None:
-        """Adds a measured step, and decides about the next step.
+        """Adds a measured step. After the last of `left` steps chooses the way of the following steps, `drafting`.
 
         Args:
             drafting: True if the step could check drafts.
@@ -66,8 +66,12 @@ class Trial:
         self.drafting, self.left = self.best, HOLD
 
     def seconds(self, drafting: bool) -> float:
-        """Returns the measured seconds per token of a sequence, with or without drafts; at least one step must be
-        measured. The median of the steps ignores a pause."""
+        """Returns the measured seconds per token of a sequence, with or without drafts, from the last `PROBE` steps of
+        this way. The median of the steps ignores a pause.
+
+        Raises:
+            statistics.StatisticsError: No step was measured in this way.
+        """
         steps = self.steps[drafting]
         return median(seconds for seconds, _ in steps) / fmean(tokens for _, tokens in steps)
 
@@ -94,12 +98,12 @@ class Trials:
         """Time of the end of the last step."""
 
     def begin(self, sequences: int) -> bool:
-        """Returns True if drafts should be proposed in a step of this many sequences, which begins."""
+        """Begins a step of this many sequences. Returns True if drafts should be proposed in the step."""
         self.proposing = self._trial(sequences).drafting
         return self.proposing
 
     def end(self, names: Iterable[str], decodes: bool, tokens: int) -> None:
-        """Records the end of a step.
+        """Records the end of a step, and measures the step if it only decoded (see the class).
 
         Args:
             names: Sequences of the step; at least one.
@@ -126,7 +130,9 @@ class CountingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests as vLLM does, and the requests' counts to the messages."""
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns vLLM's messages by client, with the
+        requests' counts of draft tokens added. The message with a request's last token is unchanged: vLLM adds the
+        counts to it."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for message in messages.values():
             for output in message.outputs:
@@ -142,8 +148,9 @@ class AsyncCountingScheduler(CountingScheduler, AsyncScheduler):
 
 
 def draft_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """Returns the scheduler of an engine with draft tokens; called by vLLM in place of a class, with the arguments of
-    vLLM's scheduler."""
+    """Returns the scheduler of an engine with draft tokens: an `AsyncCountingScheduler` if vLLM schedules
+    asynchronously, else an `AdaptiveScheduler`. Called by vLLM in place of a class, with the arguments of vLLM's
+    scheduler."""
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCountingScheduler if asynchronous else AdaptiveScheduler)(vllm_config=vllm_config, **kwargs)
 
@@ -166,7 +173,8 @@ class AdaptiveScheduler(CountingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests as vLLM does, and measures the step."""
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns the messages of `CountingScheduler`.
+        With `ADAPTIVE` also measures the step."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self.trials is not None and scheduler_output.num_scheduled_tokens:
             cached = scheduler_output.scheduled_cached_reqs
@@ -176,7 +184,8 @@ class AdaptiveScheduler(CountingScheduler):
         return messages
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Gives the proposed drafts to the requests, or no drafts where they cost more than they save."""
+        """Gives the proposed drafts to the requests. Gives empty drafts instead after a step marked with
+        `SUPPRESSED`."""
         if self.trials is not None and not self.trials.prepared:
             draft_token_ids = DraftTokenIds(draft_token_ids.req_ids, [[] for _ in draft_token_ids.req_ids])
         super().update_draft_token_ids(draft_token_ids)
@@ -212,6 +221,7 @@ class Suppressor:
         return self.propose(*args, **kwargs)
 
     def take(self) -> tuple[int, int]:
-        """Returns the number of steps, and of steps without drafts, since the previous call."""
+        """Returns the number of steps, and the number of these steps marked with `SUPPRESSED`, since the previous call;
+        counts from 0 again."""
         taken, self.steps, self.suppressed = (self.steps, self.suppressed), 0, 0
         return taken

@@ -16,10 +16,11 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention, spl
 
 
 def latent_attentions(model: Module) -> dict[str, MLAAttention]:
-    """Returns the model's layers of latent attention by name.
+    """Returns the model's layers of latent attention by name; {} without any.
 
     Raises:
-        NotImplementedError: vLLM has packed the projection for AMX, and dropped the weight.
+        NotImplementedError: vLLM has packed the projection of a layer for AMX, and dropped the weight; names the layer
+            and the option to set.
     """
     layers = {prefix: module for prefix, module in model.named_modules() if isinstance(module, MLAAttention)}
     for prefix, module in layers.items():
@@ -46,8 +47,8 @@ def derive(layers: Mapping[str, MLAAttention], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def stale(layers: Mapping[str, MLAAttention], dtype: torch.dtype) -> list[str]:
-    """Returns the names of derived tensors (`W_UK_T`, `W_UV`) not equal to the tensors that the present projections
-    give; changes nothing.
+    """Returns the names of derived tensors (`W_UK_T`, `W_UV`) not equal to the tensors computed from the present
+    projections; [] if all are equal. Changes nothing.
 
     Args:
         layers: Result of `latent_attentions`.

@@ -147,8 +147,9 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return name in self.layer_of  # without opening anything
 
     def open(self, *, check: bool = False) -> None:
-        """Begins an update of all parameters: none counts as written. Changes no weights itself; from here on,
-        `params[name]` gives the tensor to write, `mark_written` reports it, and `close` or `abandon` ends the update.
+        """Begins an update of all parameters: none counts as written. Changes no weights itself. From here on,
+        `params[name]` is the tensor to write, `mark_written` reports the end of writing it, and `close` or `abandon`
+        ends the update.
 
         Args:
             check: True to leave live weights unchanged, for comparison with the written data.
@@ -159,7 +160,9 @@ class LoadTimeParameters(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        """Returns the tensor to write; elements outside all shards are 0 or keep the old value."""
+        """Returns the tensor to write for the parameter `name`, without padding: the live tensor if its kernel reads
+        the load-time format, else a separate tensor. Elements outside all shards are 0 or keep the old value. Raises
+        KeyError for a name that the model does not have at load time."""
         layer = self.layer_of[name]
         local_name = layer.names[name]
         if local_name not in layer.separate:
@@ -216,7 +219,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         these tensors; `close` returns the differences.
 
         Args:
-            name: Name of the parameter at load time.
+            name: Name of the parameter at load time; KeyError for another name.
         """
         layer = self.layer_of[name]
         layer.missing.discard(name)
@@ -224,12 +227,17 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             self._close_layer(layer)
 
     def close(self) -> list[str]:
-        """Ends the update and computes derived tensors again. After `open(check=True)` changes nothing and returns the
-        names of parameters and derived tensors unlike the live data; else returns []. A layer that received only some
-        of its parameters keeps the old values of the others, and a layer without any is left as before.
+        """Ends the update: installs the layers not yet installed, and computes derived tensors again. A layer that
+        received only some of its parameters keeps the old values of the others, and a layer without any is left as
+        before.
+
+        Returns:
+            [] after an update. After `open(check=True)`, when nothing is changed, the names of parameters and derived
+            tensors that differ from the live data.
 
         Raises:
-            RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.
+            RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them; names
+                the missing parameters.
         """
         for layer in self.layers:
             if layer.missing:
@@ -251,8 +259,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return self.different
 
     def abandon(self) -> None:
-        """Ends an update early: discards data in separate write targets, while data already written in place stays. The
-        weights may then be of two versions."""
+        """Ends an update early. Data in separate tensors is discarded, and data already written in place stays, so the
+        weights may be of two versions. Does nothing without an update."""
         for layer in self.layers:
             layer.separate.clear()
             layer.missing.clear()
@@ -358,7 +366,8 @@ def unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
 
 
 def default_cache_scales(model: Module) -> None:
-    """Resets the scales of an FP8 cache to 1: vLLM takes these from random dummy weights, and no policy has any."""
+    """Sets the scales of an FP8 cache to 1 in all attention layers of a model, and leaves other layers alone. vLLM
+    takes these scales from random dummy weights, and no policy has any."""
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             set_default_quant_scales(module)

@@ -191,15 +191,16 @@ class RouteRecorder:
 def verified_routes(
     read: TokenRoutes | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
 ) -> np.ndarray:
-    """Checks that the recorded routes belong to a completion's tokens and weights, and returns the routes.
+    """Returns the recorded routes of a completion, after a check that they belong to its tokens and weights.
 
     Args:
-        read: Data recorded for the request, from the first token on.
+        read: Data recorded for the request, from the first token on; None if nothing is recorded, an error.
         tokens: Tokens read by the engine: the prompt, and all new tokens but the last.
         first: Position in `tokens` of the first wanted route.
-        versions: Weight versions used for sampling; None if weights may change between tokens.
+        versions: Weight versions used for sampling; None if weights may change between tokens, and versions are not
+            checked.
         shape: Shape of the model's routes.
-        name: Name of the request.
+        name: Name of the request, for errors.
 
     Returns:
         Routes, [len(tokens) - first, M, K]: K experts of each of M layers with experts.

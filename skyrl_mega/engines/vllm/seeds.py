@@ -24,7 +24,11 @@ SEEDS = 2**31
 
 
 class SeedsAhead:
-    """A replacement for `TopKTopPSampler.forward_cpu` with the same results, to the last bit."""
+    """A replacement for `TopKTopPSampler.forward_cpu` with the same results, to the last bit.
+
+    Args:
+        sampler: vLLM's sampler, whose `logprobs_mode` decides about the second result.
+    """
 
     def __init__(self, sampler: TopKTopPSampler) -> None:
         self.mode = sampler.logprobs_mode
@@ -37,7 +41,18 @@ class SeedsAhead:
     def __call__(
         self, logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Samples tokens [N] from logits [N, V] with the rows' generators; also returns logits or log-probs [N, V]."""
+        """Samples a token per row from logits, with the rows' generators.
+
+        Args:
+            logits: [N, V].
+            generators: Row → generator; a row without one uses torch's default generator.
+            k: Number of tokens kept per row (top-k), [N]; None keeps all.
+            p: Probability kept per row (top-p), [N]; None keeps all.
+
+        Returns:
+            The tokens [N]; and the logits or float32 log-probs [N, V] after top-k and top-p, None unless the sampler's
+            `logprobs_mode` is "processed_logits" or "processed_logprobs".
+        """
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)

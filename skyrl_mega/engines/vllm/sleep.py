@@ -47,7 +47,8 @@ class Memory(Protocol):
         valid objects at the same addresses."""
 
     def bring_back(self, part: str) -> None:
-        """Allocates the memory of a dropped part again, at the same addresses, with undefined content."""
+        """Allocates the memory of a dropped part, "engine_weights" or "kv_cache", again, at the same addresses. The
+        content is undefined."""
 
 
 @dataclass
@@ -76,6 +77,9 @@ class MemoryParts:
         """Frees the memory of a part, "engine_weights" or "kv_cache"; no-op for a part already dropped.
 
         The values of the model's constants are saved on the host.
+
+        Raises:
+            OSError: On a CPU the system does not take the memory, because its pages are locked.
         """
         if part in self.asleep:
             return
@@ -158,16 +162,17 @@ class CudaMemory:
         return constants
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Frees the memory of a part, "engine_weights" or "kv_cache", and memory cached by torch. `tensors` is not
-        used, as the allocator knows the part's memory; constants in it are lost too unless saved
-        (`MemoryParts.drop`)."""
+        """Frees the memory of a part, "engine_weights" or "kv_cache", and memory cached by torch. Constants in the part
+        are lost unless saved before (`MemoryParts.drop`). `tensors` is not used, as the allocator knows the part's
+        memory."""
         self.dropped.add(part)
         self.allocator.discard(TAGS[part])
         gc.collect()
         torch.accelerator.empty_cache()
 
     def bring_back(self, part: str) -> None:
-        """Allocates the memory of a part again, at the same addresses, with undefined content."""
+        """Allocates the memory of a part, "engine_weights" or "kv_cache", again, at the same addresses, with undefined
+        content. Other dropped parts stay dropped."""
         self.dropped.discard(part)
         self.allocator.wake_up(list(TAGS[part]))
         for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, regardless of the request
@@ -215,12 +220,16 @@ class ProcessMemory:
         self.model = model
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """Returns no tensor: on a CPU only the given parameters are dropped, nothing else."""
+        """Returns []: on a CPU only the given parameters are dropped, nothing else."""
         return []
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Frees the pages of the tensors, and with "engine_weights" the packed weights of linear layers, which then
-        raise an error when used."""
+        """Frees the pages of the tensors, whose elements then read as 0. For "engine_weights" also frees the packed
+        weights of linear layers; such a layer raises RuntimeError when used before the next update.
+
+        Raises:
+            OSError: The system refuses because the pages are locked.
+        """
         for storage in storages(tensors):
             take_pages(storage)
         if part == WEIGHTS:
@@ -230,7 +239,7 @@ class ProcessMemory:
             trim()
 
     def bring_back(self, part: str) -> None:
-        """Does nothing: pages come back when written to."""
+        """Does nothing: the system gives pages again when they are written to."""
 
 
 def _raise_dropped(*_: Any, **__: Any) -> Tensor:

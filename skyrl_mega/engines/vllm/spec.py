@@ -61,14 +61,15 @@ class EngineSpec:
 
 
 def adapts(spec: EngineSpec) -> bool:
-    """Returns True if an engine drafts tokens only where drafts save time (`rollout.drafts.adaptive`)."""
+    """Returns True if an engine drafts tokens only where drafts save time: `rollout.drafts.adaptive` is set, the drafts
+    need no weights of their own, and the engine need not be deterministic."""
     weightless = draft_method(spec.rollout) in WEIGHTLESS
     return weightless and spec.rollout.drafts.adaptive and not spec.deterministic
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Returns the environment variables to set in the engine's process before its start. The device, number of workers,
-    routes and `deterministic` decide."""
+    """Returns the environment variables to set in the engine's process before its start. They depend on the device, the
+    number of workers, the drafts, `routes` and `deterministic`. Sets nothing itself."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -103,8 +104,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
-    """Returns environment variables that keep a block's FP8 scale equal to the float32 number of policy and wire; {}
-    unless the engine computes in FP8 on a Hopper GPU.
+    """Returns the environment variables with which vLLM keeps a block's FP8 scale equal to the float32 number of policy
+    and wire; {} unless the engine computes in FP8 on a Hopper GPU.
 
     By default DeepGEMM in vLLM rounds scales to powers of two, and the weights accordingly. Only Blackwell needs that.
 
@@ -117,13 +118,12 @@ def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
     """Returns vLLM's engine arguments: ours, changed by what the model's blocks need, and `rollout.options`, which win.
-
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
-    process may allocate or free memory of the GPU. Raises UserError if config.json cannot be used.
+    process may allocate or free memory of the GPU. Raises UserError if config.json is missing or cannot be used.
 
     Args:
         spec: The engine's definition.
-        former: Facts of the previous engine here, to use its cache size again; None for the first. Unused on a CPU.
+        former: Facts of the previous engine here, to use its cache size again; None for the first, and on a CPU.
     """
     from vllm.config import WeightTransferConfig
 

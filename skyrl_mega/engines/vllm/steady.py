@@ -157,7 +157,8 @@ class SteadyBatch:
         self.scheduled = scheduled
 
     def expects(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> bool:
-        """Returns True if this is the output of the step under way, with a token and a log-prob for each request."""
+        """Returns True if this is the output of the step prepared by `complete`, with a token and a log-prob for each
+        request and no NaN in the logits."""
         tokens, logprobs = output.sampled_token_ids, output.logprobs
         return (
             scheduled is self.scheduled
@@ -169,14 +170,14 @@ class SteadyBatch:
         )
 
     def ending(self, output: ModelRunnerOutput) -> list[int]:
-        """Returns the indices in `requests` of those that may end with the token sampled in this step: at a stop token
-        of any request of the batch, or at the most tokens."""
+        """Returns the indices in `requests` of the requests that may end with the token sampled in this step: at a stop
+        token of any request of the batch, or at the most tokens. `expects` must be True for the output."""
         tokens, limits, stops = self._tokens(output), self.limits, self.stops
         return [i for i, sampled in enumerate(self.sampled) if sampled + 1 >= limits[i] or tokens[i] in stops]
 
     def outputs(self, indices: Iterable[int]) -> list[tuple[int, EngineCoreOutput]]:
-        """Returns, for the requests with these indices in `requests`, pairs of the request's client and its unsent
-        tokens and log-probs; [] if nothing is unsent. They stay unsent until `flush` or `remove`."""
+        """Returns (client, output) for the requests with these indices in `requests`: the request's client, and its
+        unsent tokens and log-probs. [] if nothing is unsent. The tokens stay unsent until `flush` or `remove`."""
         if self.unsent is None:
             return []
         outputs = []

@@ -25,6 +25,7 @@ class StepCounter:
         return self.execute(scheduled, *args, **kwargs)
 
     def take(self) -> dict[int, int]:
-        """Returns tokens in a step → number of such steps since the previous call, and starts again from 0."""
+        """Returns tokens in a step → number of such steps since the previous call ({} without steps), and starts again
+        from 0."""
         taken, self.steps = dict(self.steps), Counter()
         return taken

@@ -17,7 +17,7 @@ class VerifiedTokenizer:
         attributes. Ignores `options`.
 
         Raises:
-            UserError: The tokenizer cannot be loaded, or loses text.
+            UserError: The tokenizer cannot be loaded, or loses text; names `model.path`.
         """
         from vllm.tokenizers.hf import get_cached_tokenizer
 

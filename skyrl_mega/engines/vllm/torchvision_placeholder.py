@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from types import ModuleType
 
 IMAGES = "torchvision.transforms.v2.functional"
-"""The module that transformers' image processors import; only their functions read its content."""
+"""Name of the module of torchvision that transformers' image processors import. An empty module is enough: only
+functions that process an image use the content."""
 
 
 @contextmanager
 def placeholder() -> Iterator[None]:
-    """Provides an empty torchvision inside the context if none is installed, for the import of image processors.
+    """Lets image processors be imported inside the context: provides an empty torchvision if none is installed. An
+    installed torchvision stays.
 
-    An installed torchvision stays. At the end, also after an error, the empty modules are removed from `sys.modules`;
-    modules imported inside keep their references. No other thread of the process may import torchvision inside the
-    context.
+    At the end, also after an error, the empty modules are removed from `sys.modules`; modules imported inside keep
+    their references. No other thread of the process may import torchvision inside the context.
     """
     if importlib.util.find_spec("torchvision") is not None:
         yield

@@ -68,7 +68,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The receiver of this worker's shard. `report` describes the last sync, in seconds and bytes."""
+    """The receiver of this worker's shard. `report` describes the last sync, in seconds and bytes.
+
+    Raises:
+        NotImplementedError: Weights of a layer cannot be synchronised (`LoadTimeParameters`); names the layer and the
+            option to set.
+        UserError: The model's `model_type` is not supported.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -98,6 +104,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: Updates would not fill all parameters (`own_shard`).
+            UserError: The model is not supported, or cannot be split over the engine's workers.
             TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
         """
         self.shutdown()
@@ -112,6 +119,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: The boxes do not fill all parameters of the model (`delivery.check`).
+            UserError: The model is not supported, or cannot be split over the engine's workers.
         """
         parallel = self.parallel_config
         # vLLM treats the replicas of a model without experts as engines of their own: the size is then 1.
@@ -127,14 +135,16 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives all parts of this worker's weights, or takes the downloaded weights; a layer is installed when
-        complete. To be called after `start_weight_update`; `finish_weight_update` or, after an error, `abandon` must
-        follow.
+        """Receives all parts of this worker's weights, or takes the downloaded weights, and sets `report`; a layer is
+        installed when complete. To be called after `start_weight_update`; `finish_weight_update` or, after an error,
+        `abandon` must follow.
 
         Raises:
-            RuntimeError: Neither `init_transfer_engine` nor `WorkerExtension.start_fetch` was called before.
+            RuntimeError: Neither `init_transfer_engine` nor `WorkerExtension.start_fetch` was called before, or the
+                download has not ended.
             TransportError: A peer left, or did not answer within the connection's `timeout_s`.
             ChecksumError: A part differs from the data sent (only with `update_info.checksums`).
+            StoreError, DamagedFiles, Incomplete, UserError: The download failed.
         """
         self.report = asdict(self._receive(update_info.checksums))
 
@@ -146,11 +156,11 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
-        """Installs the layers with a part of their weights received, if permitted, and computes derived tensors. Adds
-        its seconds to `report`, so `receive_weights` must have been called.
+        """Ends an update: installs the layers that received only a part of their weights and may keep the rest, and
+        computes derived tensors. Adds its seconds to `report`, so `receive_weights` must be called before.
 
         Raises:
-            RuntimeError: A layer needs all of its weights and did not receive all.
+            RuntimeError: A layer needs all of its weights and did not receive all; names the missing parameters.
         """
         start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()
@@ -160,10 +170,10 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def compare(self) -> dict[str, Any]:
         """Receives this worker's weights again for comparison with the weights in place, which stay. Needs no
-        `start_weight_update`.
+        `start_weight_update`. A difference raises nothing.
 
         Returns:
-            Number of `parameters`, `bytes` received, and the names of `different` parameters.
+            Number of `parameters`, `bytes` received, and the names of `different` parameters, [] if all are equal.
 
         Raises:
             RuntimeError: `init_transfer_engine` was not called before, or the policy did not send all weights.
@@ -176,8 +186,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {"parameters": len(self.parameters), "bytes": report.received + report.local, "different": different}
 
     def abandon(self) -> None:
-        """Leaves in the middle of an update. The weights are unusable until the end of another update, which needs
-        `init_transfer_engine` or `WorkerExtension.start_fetch` first."""
+        """Leaves the group in the middle of an update. The weights are unusable until the end of another update, which
+        needs `init_transfer_engine` or `WorkerExtension.start_fetch` first."""
         self.shutdown()
         self.parameters.abandon()
 
@@ -212,8 +222,8 @@ class WorkerExtension:
         return self.weight_transfer_engine.report
 
     def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
-        """Returns, since the previous call, the fields of a `MemoryReading`, and tokens in a model step → number of
-        such steps. The first call starts the counting."""
+        """Returns the fields of a `MemoryReading`, and tokens in a model step → number of such steps; both since the
+        previous call. The first call starts the counting, and returns {} for the steps."""
         if self.meters is None:
             device = self.weight_transfer_engine.device.type
             self.meters = MemoryMeter(device), StepCounter(self.model_runner)
@@ -229,8 +239,8 @@ class WorkerExtension:
         self.suppressor = Suppressor(self.model_runner)
 
     def draft_steps(self) -> tuple[int, int]:
-        """Returns the number of steps, and of steps without draft tokens, since the previous call; `suppress_drafts`
-        must have been called."""
+        """Returns the number of steps, and the number of these steps without draft tokens, since the previous call.
+        Raises AttributeError before `suppress_drafts`."""
         return self.suppressor.take()
 
     def cache_bytes(self) -> int:
@@ -245,14 +255,14 @@ class WorkerExtension:
 
     def drop(self, parts: list[str]) -> None:
         """Frees the device memory of these parts, "engine_weights" or "kv_cache", except parts already dropped. No
-        request may be computing."""
+        request may be computing. Raises OSError if the system refuses on a CPU, because the memory is locked."""
         self.parts = self.parts or self._parts()
         for part in parts:
             self.parts.drop(part)
 
     def bring_back(self, parts: list[str]) -> None:
         """Allocates the memory of these parts again: the cache is empty, and the weights are undefined until an update.
-        `drop` must have been called before; parts that are present stay."""
+        Parts that are present stay. Raises AssertionError before the first `drop`."""
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)
@@ -269,23 +279,27 @@ class WorkerExtension:
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """Receives this worker's weights again for comparison with the weights in place, which stay; raises as
-        `ShardTransferEngine.compare`.
+        """Receives this worker's weights again for comparison with the weights in place, which stay. A difference
+        raises nothing.
 
         Returns:
-            Number of `parameters`, `bytes` received, and the names of `different` parameters.
+            Number of `parameters`, `bytes` received, and the names of `different` parameters, [] if all are equal.
+
+        Raises:
+            RuntimeError, TransportError, ChecksumError: As in `ShardTransferEngine.compare`.
         """
         return self.weight_transfer_engine.compare()
 
     def start_fetch(self, source: dict[str, Any]) -> None:
-        """Starts to download this worker's shard of a publication, in the background; replaces an earlier download that
-        is still running.
+        """Starts to download this worker's shard of a publication, and returns at once; `fetched` tells the end.
+        Replaces an earlier download still running.
 
         Args:
             source: Fields of `weights.files.source.Source`.
 
         Raises:
             RuntimeError: The shard would not fill all parameters (`own_shard`).
+            UserError: The model is not supported, or cannot be split over the engine's workers.
         """
         engine = self.weight_transfer_engine
         if engine.download is None:
@@ -294,10 +308,12 @@ class WorkerExtension:
         engine.download.start(Source(**source))
 
     def fetched(self) -> bool:
-        """Returns True if the download of `start_fetch`, which must have been called, has ended.
+        """Returns True if the download begun by `start_fetch` is complete, False while it is running.
 
         Raises:
-            StoreError, DamagedFiles, Incomplete, UserError: As in `weights.files.fetch.Reader.fetch`.
+            AssertionError: `start_fetch` was not called.
+            StoreError, DamagedFiles, Incomplete, UserError: The download failed, as in
+                `weights.files.fetch.Reader.fetch`.
         """
         assert self.weight_transfer_engine.download is not None, "start_fetch comes first"
         return self.weight_transfer_engine.download.ended
@@ -309,35 +325,48 @@ class WorkerExtension:
         self._weight_update_active = False  # vLLM resets it only in a worker whose own part failed
 
     def record_routes(self) -> None:
-        """Starts recording routes in the worker of rank 0; does nothing in others, because all workers of an engine
-        route alike, and for a model without experts."""
+        """Starts recording routes in the worker of rank 0. Does nothing in others, because all workers of an engine
+        route alike, and for a model without experts.
+
+        Raises:
+            WrongRoutes: The model's routers cannot be captured (`RouteRecorder`).
+            UserError: The model's `model_type` is not supported.
+        """
         hf = self.weight_transfer_engine.hf
         shape = RouteShape.of(architecture(hf).describe(hf))
         if self.rank == 0 and shape is not None:
             self.recorder = RouteRecorder(self.model_runner, shape)
 
     def routes_version(self, version: int) -> None:
-        """Sets the weight version recorded with later routes."""
+        """Sets the weight version recorded with later routes; does nothing in a worker that records none."""
         if self.recorder is not None:
             self.recorder.version = version
 
     def forget_routes(self) -> None:
-        """Drops the recorded routes of all requests; no request may be under way."""
+        """Drops the recorded routes of all requests; does nothing in a worker that records none. No request may be
+        under way."""
         if self.recorder is not None:
             self.recorder.forget()
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
-        """Returns the routes of the requests with these names (`Request.id`), each as `routes.TokenRoutes.packed` gives
-        them, and forgets the requests; None for an unknown request. [] from a worker other than rank 0.
+        """Returns the recorded routes of the requests with these names (`Request.id`), in this order, and forgets the
+        requests. Each entry is the result of `routes.TokenRoutes.packed`, or None for an unknown request. [] from a
+        worker other than rank 0.
 
-        `record_routes` must have been called, for a model with experts.
+        Raises:
+            AssertionError: In rank 0, `record_routes` was not called, or the model is without experts.
         """
         assert self.recorder is not None or self.rank, "record_routes comes first"
         taken = [self.recorder.take(name) for name in names] if self.recorder is not None else []
         return [None if read is None else read.packed() for read in taken]
 
     def check_parameters(self) -> None:
-        """Raises RuntimeError if updates would not fill all parameters of this worker's model (`delivery.check`)."""
+        """Raises an error unless updates fill all parameters of this worker's model.
+
+        Raises:
+            RuntimeError: A parameter would not be filled (`delivery.check`).
+            UserError: The model is not supported, or cannot be split over the engine's workers.
+        """
         self.weight_transfer_engine.own_shard()
 
     def load_files(self, path: str) -> None:
@@ -345,8 +374,9 @@ class WorkerExtension:
         time. Needs no process group. After an error the weights are partly replaced.
 
         Raises:
-            UserError: A tensor is missing or misshapen, or a file cannot be read.
+            UserError: A tensor is missing or misshapen, or a file cannot be read or is damaged.
             RuntimeError: The files would not fill all parameters (`own_shard`); no weights are replaced.
+            OSError: A file cannot be opened or read.
         """
         from skyrl_mega.hf_checkpoint import load
 

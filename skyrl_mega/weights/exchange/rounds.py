@@ -26,7 +26,7 @@ def rounds(
 
     Returns:
         By bucket, ascending rounds, counted from 0: one for each process after the first; a single round for a bucket
-            with a single process.
+        with a single process.
 
     Raises:
         ValueError: `live` is below 2.

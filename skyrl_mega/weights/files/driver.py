@@ -95,7 +95,7 @@ class FileSync:
 
         Returns:
             The engines that could not fetch a full image: rank → cause; and metrics by name, with the seconds of the
-                fetch.
+            fetch.
 
         Raises:
             ActorFailed: A policy rank could not write, or the manifest could not be written.

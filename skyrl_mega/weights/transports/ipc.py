@@ -310,7 +310,7 @@ def connect(
 
     Returns:
         Process → connection to the device peer, {} without peers; and the connection to the owner, None for an owner,
-            also for a process alone on its device.
+        also for a process alone on its device.
 
     Raises:
         TransportError: A process of the device did not connect within the transport's `timeout_s`.
