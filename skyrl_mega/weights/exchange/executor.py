@@ -24,6 +24,9 @@ from skyrl_mega.weights.transports.ipc import SharedBuffers, ToOwner, ToPeer
 
 CHECK_S = 0.5
 """Seconds between checks for departed processes while waiting for the GPU."""
+SPIN_S, SLEEP_S = 0.002, 0.0002
+"""While waiting for the GPU: seconds without sleep, then seconds of each sleep. A bucket's copy takes a tenth of a
+millisecond, less than a short sleep."""
 
 
 class ChecksumError(RuntimeError):
@@ -182,6 +185,8 @@ class _Started:
     step: ProgramStep
     incoming: int | None
     outgoing: int | None
+    packed: torch.cuda.Event | None
+    """On a GPU, the end of packing this step's bucket for device peers."""
     delivered: bool = False
 
 
@@ -217,12 +222,20 @@ class Member:
             for bucket in step.new:
                 self._slots[bucket.number] = self._free.pop()
             self._start(step)
-            waiting = [started for started in self._started if not started.delivered]
-            for started in waiting[: max(0, len(waiting) - self.in_flight + 1)]:
-                self._deliver(started)
+            self._deliver_arrived()
         while self._started:
             self._complete_oldest()
         self._finish()
+
+    def _deliver_arrived(self) -> None:
+        """Delivers steps in order: of the steps before the last one those without an incoming message, and any that
+        started `in_flight` - 1 steps ago. So device peers read a bucket while the next one is packed.
+        """
+        waiting = [started for started in self._started if not started.delivered]
+        for number, started in enumerate(waiting[:-1]):
+            if started.incoming is not None and number > len(waiting) - self.in_flight:
+                return
+            self._deliver(started)
 
     def _flat(self, bucket: RankBucket) -> Tensor:
         return self.buffers.slot(self._slots[bucket.number])[: bucket.size(self.run.with_checksums)]
@@ -239,20 +252,24 @@ class Member:
             else:
                 run.report.forwarded += send.payload
 
+        packed = torch.cuda.Event() if run.transport.on_streams and send is not None and send.device_peers else None
+
         def prepare() -> None:
             if send is not None and send.packed:
                 run.pack(send, self._flat(send))
+                if packed is not None:
+                    packed.record()
             elif send is not None:
                 self._wait_until_arrived(send)
 
         if receive is None and outgoing is None:
             prepare()
-            self._started.append(_Started(step, None, None))
+            self._started.append(_Started(step, None, None, packed))
             return
         incoming, sending = run.transport.exchange(receive, outgoing, step.round, prepare)
         if step.receive is not None and incoming is not None:
             self._arriving[step.receive.number] = incoming
-        self._started.append(_Started(step, incoming, sending))
+        self._started.append(_Started(step, incoming, sending, packed))
 
     def _wait_until_arrived(self, bucket: RankBucket) -> None:
         """Waits for a bucket to arrive."""
@@ -267,7 +284,7 @@ class Member:
         for bucket in started.step.new:
             self._wait_until_arrived(bucket)
             if bucket.device_peers:
-                self._wait_for_gpu(started.step)
+                self._wait_for_gpu(started, bucket)
             for peer in bucket.device_peers:
                 at = self._slots[bucket.number] * self.buffers.size
                 self.device_peers[peer].ready(bucket.number, at, bucket.what, self.run.deadline)
@@ -292,12 +309,14 @@ class Member:
             event.record()
             self._marks.append((event, started.step))
 
-    def _wait_for_gpu(self, step: ProgramStep) -> None:
-        """Waits for the GPU, because another process reads the buffers next."""
+    def _wait_for_gpu(self, started: _Started, bucket: RankBucket) -> None:
+        """Waits until the GPU has packed or received a bucket, because another process reads the bucket next."""
         if self.run.transport.on_streams:
-            event = torch.cuda.Event()
-            event.record()
-            self._wait_for_event(event, step)
+            event = started.packed if bucket.packed else None
+            if event is None:
+                event = torch.cuda.Event()
+                event.record()
+            self._wait_for_event(event, started.step)
 
     def _finish(self) -> None:
         for event, step in self._marks:
@@ -310,10 +329,10 @@ class Member:
             TransportError: The deadline passed or a process left the group.
         """
         transport, deadline = self.run.transport, self.run.deadline
-        last_check = time.monotonic()
+        began = last_check = time.monotonic()
         with self.run.report.timed("wire_s"):
             while not event.query():
-                time.sleep(0.0002)
+                time.sleep(0 if time.monotonic() < began + SPIN_S else SLEEP_S)
                 due = time.monotonic() > last_check + CHECK_S
                 if deadline.passed or (due and transport.broken):
                     peer, what = self._awaited(step)
