@@ -77,6 +77,23 @@ def tiny_model(path: Path, seed: int = 0, **sizes: Any) -> dict[str, Any]:
     return hf
 
 
+def random_files(path: Path, hf: dict[str, Any]) -> None:
+    """Writes a Hugging Face directory of a model of any size: bfloat16, matrices with standard deviation 0.02, norms
+    1."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if name.endswith("norm.weight")
+        else (0.02 * torch.randn(shape, generator=generator)).bfloat16()
+        for name, shape in architecture(hf).disk_tensors(hf).items()
+    }
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(hf))
+
+
 def described(hf: dict[str, Any]) -> Decoder:
     """Returns the sizes read by the sizing code."""
     return architecture(hf).describe(hf)

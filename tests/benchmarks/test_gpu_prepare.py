@@ -104,7 +104,7 @@ def brought(tmp_path: Path) -> Path:
 def test_a_window_runs_the_most_valuable_proofs_first(brought: Path) -> None:
     first, second = plan(PROOFS, brought)
     assert all(sum(expected_s(p, brought) for p in call) <= CALL_S for call in (first, second))
-    assert [p.name for p in first][:3] == ["device", "te_build", "te_train"]
+    assert [p.name for p in first][:3] == ["device", "te_build", "te_numbers"]
     assert {"exchange", "head"} <= {p.name for p in first}
     assert "te_build" in {p.name for p in second}, "a fresh machine has nothing that the first call installed"
     assert not {"attention", "fragmentation", "vllm"} & {p.name for p in (*first, *second)}
@@ -130,6 +130,6 @@ def test_the_plan_says_what_is_absent_and_how_to_bring_it(brought: Path, tmp_pat
     nothing = tmp_path / "nothing"
     text = described(PROOFS, nothing, Path("OUT"), Path("kept"))
     assert "call 1" in text and "call 2" not in text and "no call has time" not in text
-    assert "nothing does not bring megatron.core, which these need: te_train" in text
+    assert "nothing does not bring megatron.core, which these need: te_numbers" in text
     assert "nothing does not bring transformer_engine, which these need: te_build" in text
     assert text.endswith(f"--prepare {nothing}")
