@@ -75,7 +75,8 @@ class Inputs:
     -∞ restricts nothing. float32, or float64 for float64 inputs."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if shapes or dtypes do not match."""
+        """Raises ValueError if shapes or dtypes do not match, or the head counts more valid columns than the weight
+        has, or fewer than 0."""
         (tokens, width), (columns, weight_width) = self.hidden_TH.shape, self.weight_vH.shape
         if width != weight_width or self.hidden_TH.dtype != self.weight_vH.dtype or self.targets_T.shape != (tokens,):
             raise ValueError(

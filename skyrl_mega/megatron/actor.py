@@ -427,8 +427,8 @@ class MegatronActor:
 
     @record_function("publish_weights")
     def publish_weights(self, publication: dict[str, Any], name: str, base: str) -> PublishReport:
-        """Writes this rank's part of the weights to a store of weight files, and returns a report. A collective of all
-        ranks.
+        """Writes this rank's part of the weights, which must be on the device, to a store of weight files, and returns
+        a report. A collective of all ranks.
 
         Args:
             publication: The fields of `weights.files.publish.Publication`.
@@ -436,8 +436,8 @@ class MegatronActor:
             base: Name of the publication that readers have; "" for a full image.
 
         Raises:
-            StoreError, UserError: The store failed, after several attempts; fsspec lacks a package for the store.
-            NotOnDevice: The parameters are offloaded.
+            StoreError: The store failed, after several attempts.
+            UserError: fsspec lacks a package for the store, or the model cannot be split into a layout.
         """
         from skyrl_mega.weights.connection import largest_of_all
         from skyrl_mega.weights.files.publish import Publication, Publisher

@@ -17,7 +17,7 @@ from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences
 Rows = list[list[Tensor]]
 """For each data-parallel rank, the indices of the sequences in each micro-batch."""
 SMALL = 8
-"""A micro-batch below this fraction of the token budget takes about as long as one of this fraction."""
+"""The budget of tokens divided by this number: a smaller micro-batch takes about as long as one of this size."""
 
 
 class Split(NamedTuple):

@@ -52,6 +52,7 @@ class RankProfiler:
 
         Raises:
             ValueError: torch wrote another format than torch 2.13's.
+            OSError: The file cannot be written.
         """
         if self.cuda:
             with record_function(END):

@@ -319,7 +319,8 @@ def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
 
 
 def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
-    """Returns how to use a server as an engine, like an entry of `rollout.endpoints`.
+    """Returns the definition of an actor that uses a server as an engine, as for an entry of `rollout.endpoints`. Asks
+    the server nothing.
 
     Args:
         setup: The run's settings and model.

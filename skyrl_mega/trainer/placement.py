@@ -29,13 +29,14 @@ class Reservations:
     reference: Placement | None = None
     critic: Placement | None = None
     engines: Placement | None = None
-    """Also None without engines, and if the engines share the policy's GPUs, known only after the ranks started."""
+    """Places of the engines. None also without engines, and if the engines share the policy's GPUs: their places are
+    known only after the ranks started."""
 
 
 def reserve_run(config: Config, device: str) -> Reservations:
-    """Reserves places for all actors. On GPUs: whole nodes of consecutive policy ranks, and each engine within a node.
-    On CPUs: spread over the nodes; with a single node nothing is reserved (None). Engines in a pool are on the nodes
-    with the pool's label, all other actors elsewhere.
+    """Reserves places for all actors, and returns the reservations. On GPUs: whole nodes of consecutive policy ranks,
+    and each engine within a node. On CPUs: spread over the nodes; with a single node nothing is reserved (None).
+    Engines in a pool are on the nodes with the pool's label, all other actors elsewhere.
 
     Raises:
         ClusterError: The cluster lacks these resources or a node with the pool's label, or does not reserve them in

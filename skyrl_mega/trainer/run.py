@@ -256,6 +256,7 @@ class Run:
 
         Raises:
             ActorFailed: A policy rank failed, or no engine could be updated.
+            UserError, OSError: As in `WeightSync.sync`.
         """
         self.residency.enter("sync")
         self.sync.sync(self.version)
@@ -267,6 +268,7 @@ class Run:
 
         Raises:
             ActorFailed: No engine can be restarted, or a policy rank failed.
+            UserError, OSError: As in `WeightSync.sync`.
         """
         phase = self.residency.phase
         self.sync_engines()

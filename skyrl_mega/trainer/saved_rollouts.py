@@ -75,8 +75,9 @@ def read(
 ) -> tuple[dict[str, Any], list[Trajectory]] | Discarded | None:
     """Reads the output of `write`, connects the trajectories to `prompts` by uid, and restores the stream's position.
 
-    Returns None, and changes nothing, if nothing was saved. If settings or prompts differ, returns `Discarded` and puts
-    the prompts not yet trained on back into the stream.
+    Returns:
+        The state given to `write`, and the trajectories. None if nothing was saved: then nothing is changed.
+        `Discarded` if settings or prompts differ: then the prompts not yet trained on are put back into the stream.
 
     Raises:
         UserError: A file cannot be read, or the stream's data or seed changed (`PromptStream.restore`).

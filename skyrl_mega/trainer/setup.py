@@ -319,8 +319,9 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
     `rollout.max_prompt_tokens`. Prints the number of longer prompts.
 
     Raises:
-        UserError: A data file is invalid, all prompts of a setting are too long, or the training prompts left are too
-            few for a step.
+        UserError: A data file is invalid, an environment's class cannot be used, the chat template rejects a prompt or
+            cannot offer an environment's tools, all prompts of a setting are too long, or the training prompts left are
+            too few for a step.
     """
     kept: list[list[Prompt]] = []
     for key, files, limit in (

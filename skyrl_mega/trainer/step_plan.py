@@ -80,7 +80,10 @@ class StepPlan:
         Raises:
             PlanFault: The value is no list of different groups that `generate` of this run returned, nothing was
                 generated in this step, or the engines already have weights of this step.
-            EngineDiffers, ActorFailed, ClusterError, UserError: See `loop.train`.
+            GracefulStop: A graceful end was requested before the step's trajectories were recorded; the step is
+                abandoned.
+            Stopped: An immediate end was requested.
+            EngineDiffers, ActorFailed, ClusterError, UserError, OSError: See `loop.train`.
         """
         self._order.train(groups)
         self._record_rollouts()
@@ -95,7 +98,8 @@ class StepPlan:
 
         Raises:
             PlanFault: The engines already have weights of this step.
-            ActorFailed: See `WeightSync.sync`.
+            Stopped: An immediate end was requested.
+            ActorFailed, UserError, OSError: See `WeightSync.sync`.
         """
         if self._order.sync():
             self.run.rollouts.before_sync(self.step)
@@ -109,7 +113,9 @@ class StepPlan:
 
         Raises:
             PlanFault: Nothing was generated in this step.
-            ActorFailed, UserError: See `Run.evaluate`.
+            GracefulStop: A graceful end was requested before the step's trajectories were recorded; the step is
+                abandoned.
+            ActorFailed, UserError, OSError, Stopped: See `Run.evaluate` and `sync`.
         """
         self._record_rollouts()
         self.sync_if_trained()
@@ -122,7 +128,7 @@ class StepPlan:
         self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
-        """Syncs unless the engines have the policy's weights of this step; raises as `sync` does."""
+        """Syncs if the step trained and the engines do not have its weights; raises as `sync` does."""
         if self._order.stale:
             self.sync()
 
@@ -192,7 +198,8 @@ class PartOrder:
         self.generated += 1
 
     def hand_out(self, groups: list[Group]) -> list[Group]:
-        """Notes groups as returned by `generate` of this run, for the check in `train`, and returns the groups."""
+        """Notes groups as returned by `generate` of this run, for the check in `train`, and returns the groups
+        unchanged."""
         self.empty = 0 if groups else self.empty + 1
         self.handed_out.update({id(group): group for group in groups})
         return groups

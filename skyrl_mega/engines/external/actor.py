@@ -270,13 +270,14 @@ class ExternalEngine:
             await self.receiver.begin()
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights from the policy ranks, or loads the directory that `fetch_weights` named.
+        """Receives weights from the policy ranks, or loads the directory that `fetch_weights` named. `end_update`, or
+        after an error `abandon_update`, must follow.
 
         Args:
             checksums: As in `Engine.update_weights`; a directory is loaded without.
 
         Raises:
-            RuntimeError: `fetch_weights` named no directory.
+            RuntimeError: The server loads a directory, and `fetch_weights` named none.
         """
         if self.receiver is not None:
             await self.receiver.receive(checksums)

@@ -43,7 +43,7 @@ class ExternalSpec:
     kind: str
     """`vllm`, `sglang` or `path:Class`."""
     sync: str
-    """`engines.base.GROUP`, `FILES` or `DIRECTORY`."""
+    """How the server takes new weights: `GROUP`, `FILES` or `DIRECTORY` of `weights.members`."""
     address: ServerAddress
     silence_s: float
     """Seconds without a token for any request (`rollout.request_timeout_s`)."""

@@ -76,9 +76,9 @@ class VllmServer(HttpServer):
                 yield _chunk(choice)
 
     async def describe(self, vocab: int) -> ServerFacts:
-        """Asks for the model's limits and for the configuration, which shows the plug-in. The configuration does not
-        show the vocabulary: the server must accept the last token id as a prompt, and refuse the next; else the fact
-        `vocab` is -1.
+        """Asks for the model's limits and for the configuration, which shows the plug-in, and returns the facts. The
+        configuration does not show the vocabulary: the server must accept the last token id as a prompt, and refuse the
+        next; else the fact `vocab` is -1.
 
         Args:
             vocab: Number of token ids of the policy's model.

@@ -86,7 +86,7 @@ def layer_types(hf: Hf) -> list[str]:
     `full_attention_interval`-th layer (absent: 4).
 
     Raises:
-        UserError: A value is not supported, or all layers have the same type.
+        UserError: `num_hidden_layers` is missing, a value is not supported, or all layers have the same type.
     """
     layers = integer(hf, "num_hidden_layers")
     interval = integer({"full_attention_interval": 4, **hf}, "full_attention_interval")

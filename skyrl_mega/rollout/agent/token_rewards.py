@@ -21,7 +21,7 @@ class TokenRewards:
         """(position in `Trajectory.tokens`, reward)."""
 
     def copied(self) -> TokenRewards:
-        """Returns a copy."""
+        """Returns a copy with the rewards so far; later changes of one do not change the other."""
         copy = TokenRewards()
         copy.rewards = [*self.rewards]
         return copy

@@ -26,7 +26,7 @@ class CutReply(NamedTuple):
 
 
 def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], chat: Renderer) -> CutReply:
-    """Cuts a reply at the first token that completes a stop string; without a stop string, the whole reply is kept.
+    """Returns a reply up to the first token that completes a stop string; without a stop string, the whole reply.
 
     Args:
         tokens: Sampled tokens of the reply.
@@ -57,8 +57,8 @@ class ParsedReply(NamedTuple):
 
 
 def parse_reply(text: str, chat: Renderer, turn: int, *, thinking: bool) -> ParsedReply:
-    """Returns a reply's thoughts, text and tool calls. Without an end of the thoughts, the whole reply is thoughts, and
-    text and calls are empty.
+    """Returns a reply's thoughts, text and tool calls. The thoughts are empty unless `thinking` is True or the reply
+    begins with `<think>`. Thoughts without an end take the whole reply: text and calls are then empty.
 
     Args:
         text: Text of the reply.

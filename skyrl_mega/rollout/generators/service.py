@@ -32,8 +32,8 @@ class GeneratorService(GroupState):
         self._named: Counter[str] = Counter()
 
     async def open(self, sample: int = 0) -> Branch:
-        """Opens an environment and returns a branch with its first messages. If the environment fails, the branch is
-        `done`.
+        """Opens an environment and returns a branch with its first messages. If the environment fails, or runs an agent
+        of its own, the branch is `done`, with the error in its trajectory.
 
         Args:
             sample: Index of the trajectory whose name gives the random streams: below `group.samples`. Branches of the

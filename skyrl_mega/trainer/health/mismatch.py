@@ -45,10 +45,12 @@ class EngineDiffers(Fault):
 
 
 def threshold(config: Config, kind: str, of: str) -> float:
-    """Returns the threshold in nats for an alarm, or for the end of the run; infinite if disabled.
+    """Returns the threshold in nats for an alarm, or for the end of the run: the setting in `health.mismatch`, infinite
+    for a setting of 0. Without the setting returns a default, which depends on the engine's precision, on generation
+    ahead of training and on the sampling; infinite for `stop` of `p99`.
 
     Args:
-        config: The settings; defaults depend on the engine's precision.
+        config: The settings.
         kind: `alarm` or `stop`.
         of: `mean` or `p99`.
     """

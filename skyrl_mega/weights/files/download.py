@@ -51,8 +51,8 @@ class Download:
         return True
 
     def install(self, params: Mapping[str, Tensor], written: Callable[[str], None]) -> ExchangeReport:
-        """Copies the fetched weights into a worker's parameters; see `Image.install`. Reports the bytes read from the
-        store as received, and the bytes of the image as extra.
+        """Copies the fetched weights into a worker's parameters; see `Image.install`. Returns a report with the bytes
+        read from the store as received, and the bytes of the image as extra.
 
         Raises:
             RuntimeError: The fetch has not started or not ended.

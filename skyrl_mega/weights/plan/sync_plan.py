@@ -88,7 +88,7 @@ class SyncInputs:
 
     @property
     def float32(self) -> frozenset[str]:
-        """Names of the tensors in float32 whatever the model's type."""
+        """Names of the tensors in float32 whatever the model's type. Raises UserError if the model is not supported."""
         return architecture(self.hf).describe(self.hf).float32_tensors
 
     def endpoints(self) -> tuple[Endpoints, Wire]:
