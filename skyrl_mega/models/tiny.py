@@ -88,6 +88,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
 
     Raises:
         UserError: The architecture does not support the sizes.
+        OSError: A file cannot be written.
     """
     if path.exists():
         return

@@ -109,7 +109,8 @@ def open_server(spec: ExternalSpec) -> InferenceServer:
     """Returns the client of a server, without asking the server anything.
 
     Raises:
-        UserError: The class of a user cannot be imported, or lacks a method; the address is invalid.
+        UserError: The address is invalid; or the class of a user cannot be imported, lacks a method, or its constructor
+            raised an exception.
     """
     if spec.kind in CLIENTS:
         try:

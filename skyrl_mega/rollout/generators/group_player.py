@@ -44,6 +44,7 @@ class GroupPlayer:
         Raises:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or the restart budget is used up.
+            WrongRoutes: An engine's routes do not match the tokens.
         """
         group = GroupRequest(prompt, tuple(names))
         for retries in itertools.count():

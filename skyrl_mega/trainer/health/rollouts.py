@@ -167,8 +167,8 @@ def equal_rewards(view: StepView) -> Finding | None:
 
 
 def no_advantage(view: StepView) -> Finding | None:
-    """Returns a finding if rewards differ but no token has an advantage: baselines equal each reward, failed, or
-    cancel. Else None."""
+    """Returns a finding if rewards differ but no token has an advantage, in a step with many groups or in several steps
+    in a row: baselines equal each reward, failed, or cancel. Else None."""
     steps = view.steps_in_a_row(
         lambda row: metric_of(row, "policy/advantage_fraction") == 0.0 and bool(metric_of(row, "rollout/groups_differ"))
     )
@@ -232,7 +232,7 @@ def stop_string_never_comes(view: StepView) -> Finding | None:
 
 def more_cut(view: StepView) -> Finding | None:
     """Returns a finding if at least half of the responses were truncated in each of the last two steps, and at most a
-    tenth usually before; else None."""
+    tenth usually in the steps before; else None, also with fewer than `LONG_STEPS` steps before."""
     name = "rollout/truncated_fraction"
     now, before = view.last(name, 2), view.past[:-1]
     known = [value for row in before if (value := row.get(name)) is not None]

@@ -43,8 +43,8 @@ def not_finite(view: StepView) -> Finding | None:
 
 
 def entropy_collapsed(view: StepView) -> Finding | None:
-    """Returns a finding if the entropy of two steps is below `COLLAPSED` times the entropy at the run's start, and the
-    mean reward did not rise by more than `RISEN` meanwhile; else None."""
+    """Returns a finding if the entropy of two steps is below `COLLAPSED` times the entropy at the run's start (below
+    `NO_ENTROPY` while this is unknown), and the mean reward did not rise by more than `RISEN` meanwhile; else None."""
     now, start = view.last("policy/entropy", 2), view.start("policy/entropy")
     least = NO_ENTROPY if start is None else COLLAPSED * start
     if len(now) < 2 or max(now) >= least or view.metric("policy/entropy") is None:
@@ -59,8 +59,8 @@ def entropy_collapsed(view: StepView) -> Finding | None:
 
 
 def gradient_vanished(view: StepView) -> Finding | None:
-    """Returns a finding if the gradient norm of two steps is below `VANISHED` times the usual norm although rewards
-    differ within groups; else None."""
+    """Returns a finding if the gradient norm of two steps is below `VANISHED` times the usual norm, or below
+    `NO_GRADIENT`, although rewards differ within groups; else None."""
     now, usual = view.last("policy/grad_norm", 2), view.usual("policy/grad_norm")
     least = max(NO_GRADIENT, VANISHED * (usual or 0.0))
     if view.metric("policy/grad_norm") is None or not view.metric("rollout/groups_differ"):

@@ -195,6 +195,7 @@ class Image:
 
         Raises:
             KeyError: `params` lacks a parameter of the shard.
+            ValueError: A parameter is not of the shard's shape.
         """
         by_param: dict[str, list[Piece]] = defaultdict(list)
         for piece in self.shard.pieces:
