@@ -1,4 +1,4 @@
-"""Qwen3.5 as published: files with a vision tower, tensors below another prefix, and experts in stacks."""
+"""Qwen3.5 as published: files with a vision tower, tensors below another prefix, and experts in stacks or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.engines.vllm.spec import arguments, environment
 from skyrl_mega.hf_checkpoint.copied import unread_note
-from skyrl_mega.hf_checkpoint.index import check_files
+from skyrl_mega.hf_checkpoint.index import check_files, read_config
 from skyrl_mega.hf_checkpoint.load import load
 from skyrl_mega.models.registry import architecture
 from tests.families import engines, models
@@ -38,7 +38,12 @@ VISION = {
 TOWER = "model.visual."
 
 
-def make(rank: int, address: str, folder: Path) -> np.ndarray:
+EXPERTS = "model.language_model.layers.0.mlp.experts"
+FORMS = {"stacked": f"{EXPERTS}.gate_up_proj", "separate": f"{EXPERTS}.0.gate_proj.weight"}
+"""Form of the files → a tensor: published in BF16, and as transformers saves."""
+
+
+def make(rank: int, address: str, folder: Path, form: str) -> np.ndarray:
     """Writes a tiny model with a vision tower, and returns the log-probs of `some_batch` by transformers."""
     import transformers
 
@@ -48,12 +53,13 @@ def make(rank: int, address: str, folder: Path) -> np.ndarray:
     config._attn_implementation = config._experts_implementation = "eager"
     model: Any = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
     models._fill(model, 0)
-    model.save_pretrained(folder / "model")  # which splits the experts, unlike the published files
+    model.save_pretrained(folder / "model")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     hf = read_hf(folder / "model")
     hf["text_config"]["dtype"] = "bfloat16"
     (folder / "model" / "config.json").write_text(json.dumps(hf))
-    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    if form == "stacked":
+        save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
     with torch.no_grad():
         return models._joined([row.detach() for row in models._logprobs(model, some_batch())])
 
@@ -71,15 +77,16 @@ def train_nothing(rank: int, address: str, folder: Path) -> list[tuple[list[int]
 
 
 @pytest.mark.slow
-def test_a_policy_reads_the_text_model_and_an_export_has_every_tensor_of_the_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_policy_reads_the_text_model_and_an_export_has_every_tensor_of_the_source(tmp_path: Path, form: str) -> None:
     """Compares log-probs with transformers, and the export bit by bit with the source."""
-    [expected] = run_ranks(1, make, tmp_path)
+    [expected] = run_ranks(1, make, tmp_path, form)
     source = load_file(tmp_path / "model" / "model.safetensors")
     tower = {name for name in source if name.startswith(TOWER)}
     entries = check_files(tmp_path / "model")
     assert tower and {*entries} == source.keys() - tower
-    assert entries["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 128, 128)
-    note = unread_note(tmp_path / "model", read_hf(tmp_path / "model"))
+    assert entries[FORMS[form]].shape == ((8, 128, 128) if form == "stacked" else (64, 128))
+    note = unread_note(tmp_path / "model", read_config(tmp_path / "model"))
     assert note and note.startswith(f"{len(tower)} tensors") and "model.visual" in note
     batch = some_batch()
     ends = batch.lengths.cumsum(0).tolist()
@@ -108,7 +115,7 @@ def run_engines(rank: int, address: str, folder: Path) -> dict[str, Any]:
     expected, answers = engines.state(fresh), engines.ask(fresh)
     llm = LLM(**arguments(engines._spec(path, "bfloat16")))
     results: dict[str, Any] = {"rounding": engines.rounding_errors(path, answers), "compared": len(expected)}
-    hf = read_hf(path)
+    hf = read_config(path)
     engine = llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
     for occasion in ("sync", "sync after sleep"):
         if occasion != "sync":
@@ -125,8 +132,9 @@ def run_engines(rank: int, address: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_an_engine_takes_the_text_model_of_the_files(tmp_path: Path) -> None:
-    run_ranks(1, make, tmp_path)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_takes_the_text_model_of_the_files(tmp_path: Path, form: str) -> None:
+    run_ranks(1, make, tmp_path, form)
     models.in_bfloat16(tmp_path / "model", tmp_path / "model-bfloat16")
     [results] = run_ranks(1, run_engines, tmp_path, timeout=600)
     assert results["compared"] > 10 and results["sync"] == results["sync after sleep"] == []

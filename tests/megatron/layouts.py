@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_mega.config.schema import LayoutConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.megatron import cpu, model, objectives
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.registry import HeadKind
@@ -54,7 +54,7 @@ def load_model(
     head: HeadKind = "vocab",
 ) -> ModelWorker:
     """Builds and loads a joined rank's part of a model."""
-    hf = json.loads((path / "config.json").read_text())
+    hf = read_config(path)
     opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=CPU, head=head)
     opened.load(path)
     return opened
