@@ -18,7 +18,6 @@ from skyrl_mega.config.derived import (
     length_limit,
     planned_device,
 )
-from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.precision import needs
 from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.vllm import arguments
@@ -114,24 +113,6 @@ def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _check_shared_experts(config: Config, decoder: Decoder) -> None:
-    """Refuses engines with whole shared experts in every worker, which have not been tried.
-
-    Engines of several nodes pass: they are only planned, and a run refuses them (`config.checks`).
-    """
-    rollout, node = config.rollout, engine_cluster(config).gpus_per_node
-    shared = decoder.experts.shared if decoder.experts else None
-    is_whole = shared is not None and shared.engine_parts(engine_cut(rollout)) < rollout.tensor
-    if is_whole and (planned_device(config) == "cpu" or engine_ranks(rollout) <= node):
-        raise UserError(
-            f"with rollout.tensor = {rollout.tensor} and enable_expert_parallel, vLLM 0.32 keeps the model's shared "
-            "experts whole in every worker, which has not been tried",
-            key="rollout.options.data_parallel_size",
-            value=engine_data(rollout),
-            fix=f"give rollout.tensor=1 and data_parallel_size={engine_ranks(rollout)}, or data_parallel_size=1",
-        )
-
-
 def _check_caches(config: Config, decoder: Decoder) -> None:
     """Refuses `CACHE_OPTIONS` for a model that has layers with sliding windows or states, which are planned as such."""
     cut = engine_cut(config.rollout)
@@ -173,7 +154,6 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
     decoder = kind.describe(hf)
-    _check_shared_experts(config, decoder)
     _check_overrides(config, hf)
     _check_caches(config, decoder)
     if fp8_weights(config.rollout):

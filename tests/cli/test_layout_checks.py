@@ -66,39 +66,6 @@ SHARED = {
 """`model_type` → a published model, of those with shared experts."""
 
 
-def check_replicas(model: str, tensor: int, data: int, *, whole: bool = True, device: str = "cuda") -> None:
-    options = {"data_parallel_size": data, "enable_expert_parallel": whole}
-    config = Config(rollout=RolloutConfig(tensor=tensor, options=options, max_length=1024))
-    config.cluster.device = device
-    check_engine(config, known(model))
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize(
-    "model", ["DeepSeek-V3", "Moonlight-16B-A3B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-35B-A3B"]
-)
-def test_replicas_with_whole_shared_experts_are_refused(model: str, device: str) -> None:
-    line = r"^rollout.options.data_parallel_size = 2: .* whole in every worker.*; give rollout.tensor=1 and "
-    with pytest.raises(UserError, match=line + "data_parallel_size=4, or data_parallel_size=1$"):
-        check_replicas(model, 2, 2, device=device)
-
-
-@pytest.mark.parametrize(
-    ("model", "tensor", "data", "whole"),
-    [
-        ("Qwen3-30B-A3B", 2, 2, True),
-        ("GLM-4.5-Air", 2, 2, True),
-        ("gpt-oss-20b", 2, 2, True),
-        ("Qwen3.5-35B-A3B", 1, 4, True),
-        ("Qwen3.5-35B-A3B", 2, 1, True),
-        ("Qwen3.5-35B-A3B", 2, 2, False),
-        ("Qwen3.5-397B-A17B", 8, 4, True),
-    ],
-)
-def test_other_replicas_and_plans_over_several_nodes_pass(model: str, tensor: int, data: int, whole: bool) -> None:
-    check_replicas(model, tensor, data, whole=whole)
-
-
 @pytest.mark.parametrize("model", SHARED.values(), ids=SHARED)
 def test_shared_experts_are_whole_in_the_models_whose_vllm_class_says_so(model: str) -> None:
     """Compares with the sources of vLLM's classes."""
