@@ -63,10 +63,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: str) -> None:
-    """Parses the arguments of `python -m skyrl_mega.data`, given as a single string, and writes nothing.
+    """Parses the arguments of `python -m skyrl_mega.data`, given as a single string, and writes no file.
 
     Raises:
-        UserError: An option does not exist, or a value is not allowed.
+        UserError: The recipe is missing, an option does not exist, or a value is not allowed.
+        SystemExit: After printing the help for `--help`.
     """
     parser().parse_args(_words(arguments))
 

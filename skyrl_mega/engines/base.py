@@ -255,8 +255,8 @@ class Engine(Protocol):
 
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
-        which needs `connect_weights` or `fetch_weights` first, the engine stays paused, and a new request raises
-        NotReady."""
+        which needs `connect_weights` or `fetch_weights` first, a new request raises NotReady, and an engine paused by
+        `begin_update` stays paused; any other goes on with its requests under way."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with

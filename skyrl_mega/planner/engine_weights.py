@@ -172,7 +172,8 @@ def sequence_bytes(config: Config, decoder: Decoder) -> int:
 
 
 def prefix_caching(config: Config) -> bool:
-    """Returns True if engines keep the states of prefixes for later requests; never on a CPU, where vLLM cannot."""
+    """Returns True if engines keep the states of prefixes for later requests: by default, unless the option
+    `enable_prefix_caching` of `rollout.options` is False; never on a CPU, where vLLM cannot."""
     return config.cluster.device != "cpu" and config.rollout.options.get("enable_prefix_caching") is not False
 
 

@@ -41,8 +41,9 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Stops the time limit if the request is complete; otherwise the limit keeps running. Closes a connection with
-        headers of more than `HEADER_BYTES`."""
+        """Passes the bytes to uvicorn. Stops the time limit if the request is complete; otherwise the limit keeps
+        running, and starts with the first byte of a further request. Closes a connection with headers of more than
+        `HEADER_BYTES`."""
         self._received += len(data)
         super().data_received(data)
         if self._whole():

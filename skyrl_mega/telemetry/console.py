@@ -243,7 +243,8 @@ class Console:
         self._emit({"done": True, "before": dict(before), "after": dict(after), "places": places})
 
     def close(self) -> None:
-        """Ends the live line and closes the files of `log_to` and `events_to`."""
+        """Ends the live line and closes the files of `log_to` and `events_to`. Raises OSError if the rest of a file
+        cannot be written."""
         self._stop_live()
         self._stack.close()
         self._log = None

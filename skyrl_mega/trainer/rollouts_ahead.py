@@ -82,7 +82,7 @@ class Versions:
 
     @property
     def newest(self) -> int:
-        """The version on the engines, also the version in training."""
+        """The version on the engines, also the version in training. Raises IndexError before the first `add`."""
         return self.recent[-1]
 
     def add(self, version: int) -> None:

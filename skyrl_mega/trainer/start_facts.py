@@ -98,7 +98,8 @@ def model(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout(config: Config) -> dict[str, str]:
-    """Returns the name of each group of actors → its number of ranks and parallel sizes above 1, as text."""
+    """Returns the name of each group of actors of the run → its number and parallel sizes as text, such as `8 ranks
+    (tensor 2, data 4)`; `servers` is the number of `rollout.endpoints`."""
     rollout, reference = config.rollout, config.reference.layout
     texts = {"policy": _ranks(config.policy.layout, policy_ranks(config))}
     if reference is not None and reference_ranks(config):

@@ -41,7 +41,7 @@ def value(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, Metrics]:
 
     Returns:
         The micro-batch's loss, and the metrics loss, clip_fraction (share of tokens with the clipped loss, which has no
-            gradient), and value (mean value).
+            gradient), and value (mean value). Each is the micro-batch's summand of the mini-batch's mean (`Metrics`).
     """
     counts_L = inputs.weights_L != 0
     values_L, old_L, returns_L = (

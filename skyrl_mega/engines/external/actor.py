@@ -306,7 +306,8 @@ class ExternalEngine:
         return reports
 
     async def abandon_update(self) -> None:
-        """Abandons an update; the server stays paused, and a new request raises NotReady, until another update."""
+        """Abandons an update. Until the end of another update a new request raises NotReady, and a paused server stays
+        paused."""
         self.presence.defined, self.fetched = False, None
         if self.receiver is not None:
             await self.receiver.abandon()

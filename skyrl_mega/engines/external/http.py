@@ -45,8 +45,10 @@ class HttpServer:
         """Asks a question, with retries, and returns the JSON answer; None for an empty answer.
 
         Raises:
-            ServerRefused: The server answered with a status below 500 that is not 200.
-            ServerGone: The server did not answer, answered with a status from 500 on, or not with JSON.
+            ServerRefused: The server answered with a status below 500 other than 200 and those of
+                `common.replies.RETRIED`, such as 429.
+            ServerGone: The server did not answer, answered with a status from 500 on or of `RETRIED` in every try, or
+                not with JSON.
         """
         url = self.address.url + path
         try:

@@ -468,8 +468,8 @@ class VllmEngine:
 
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
-        which needs `connect_weights` or `fetch_weights` first, the engine stays paused, and a new request raises
-        NotReady.
+        which needs `connect_weights` or `fetch_weights` first, a new request raises NotReady, and an engine paused by
+        `begin_update` stays paused; any other goes on with its requests under way.
 
         Raises:
             EngineDied: vLLM's process is gone.

@@ -74,12 +74,14 @@ def unfinished(gold: Reading, answer: Reading) -> bool:
 
 
 def copied(gold: str, answer: str, question: str) -> bool:
-    """Returns True if an answer's expression occurs in the question, is no plain number, and is not written like gold.
+    """Returns True if an expression of the answer occurs in the question, perhaps reordered, and gold is written
+    differently. An expression has an operation. A value such as 2/4 or √8 counts only where the question asks to work
+    it out. False if a text cannot be read, or without a question.
 
     Args:
         gold: The right answer.
         answer: An answer equal to gold.
-        question: The question.
+        question: The question; only the last `QUESTION` characters are searched.
     """
     answer_reading, gold_reading = read(answer), read(gold)
     if answer_reading is None or gold_reading is None or not question:

@@ -80,12 +80,14 @@ class SearchEnv(BaseTextEnv):
         return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Executes the query in `<search>`, or judges the text in `<answer>`; the first of the two tags counts.
+        """Executes the query in `<search>`, or judges the text in `<answer>`; the first of the two tags counts. In the
+        last turn (`max_turns`) a query is not executed.
 
         Returns:
-            For a query or a turn with neither tag, a message with passages or an explanation, and reward 0. For an
-            answer the end, with the score chosen by the option `reward`, or the option `wrong_answer` for a score of 0.
-            A trajectory ended by `max_turns` gets 0. A failed search is a message for the policy, not an error.
+            For a query, a message with passages, and reward 0; for a turn with neither tag, the message of the option
+            `invalid`, and 0. For an answer the end, with the score chosen by the option `reward`, or the option
+            `wrong_answer` for a score of 0. A last turn without an answer ends with 0. A failed search is a message for
+            the policy, not an error.
         """
         self.turns += 1
         tag = first_tag(action, "search", "answer")

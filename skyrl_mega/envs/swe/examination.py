@@ -206,9 +206,9 @@ def patch_changes(session: Session, patch: Path, seconds: float) -> Files:
     file, None for a removed file.
 
     Raises:
-        UserError: The patch does not apply.
-        UnfitError: The changed files cannot be read.
-        InfrastructureFault: The patch takes longer than `seconds`, or the session cannot be opened.
+        UserError: The patch does not apply, or the task's repository or image cannot be used.
+        UnfitError: The patch cannot be copied into the session, or the changed files cannot be read.
+        InfrastructureFault: The patch takes longer than `seconds`, or the session does not start or is lost.
     """
     name = f".skyrl-{secrets.token_hex(8)}.patch"
     with _opened(session, seconds):
