@@ -9,6 +9,9 @@ from typing import Any
 from tests.cuda import programs
 from tests.cuda.programs import Case
 
+BOTH_TYPES = ("gpt_oss",)
+"""Models with passes in float32 too: their attention is this project's, and Transformer Engine's has no float32."""
+
 
 @dataclass
 class Pass:
@@ -22,14 +25,21 @@ class Pass:
     """True if the router and the rotary positions have fused kernels."""
 
 
-def go(case: Case, waits: Any) -> list[dict[str, Pass]]:
-    """Returns the results of each policy with every model directory in the case's folder."""
+def go(case: Case, waits: Any) -> list[dict[tuple[str, str], Pass]]:
+    """Returns the results of each policy by model directory in the case's folder, and by type of the weights."""
     programs.join(case)
-    models = sorted(case.model.iterdir())
-    return [{path.name: _once(replace(case, model=path), policy, waits) for path in models} for policy in case.policies]
+    passes = [
+        (path, dtype)
+        for path in sorted(case.model.iterdir())
+        for dtype in ("bfloat16", "float32")[: 1 + (path.name in BOTH_TYPES)]
+    ]
+    return [
+        {(path.name, dtype): _once(replace(case, model=path), policy, waits, dtype) for path, dtype in passes}
+        for policy in case.policies
+    ]
 
 
-def _once(case: Case, policy: Any, waits: Any) -> Pass:
+def _once(case: Case, policy: Any, waits: Any, dtype: str) -> Pass:
     from tests.cuda.syncs import AsCuda
     from tests.cuda.te_layers import ready, real
     from tests.megatron import layouts
@@ -37,7 +47,7 @@ def _once(case: Case, policy: Any, waits: Any) -> Pass:
     for variable in [variable for variable in os.environ if variable.startswith("NVTE_")]:
         del os.environ[variable]  # set by megatron-core for the previous model
     batch = layouts.some_batch(90, count=6, seed=case.parallel.coordinates(case.rank).dp)
-    layers = ready(case, policy, waits, batch)
+    layers = ready(case, policy, waits, batch, dtype)
     with AsCuda():
         hidden = layers.once()
     config = layers.chunk.config

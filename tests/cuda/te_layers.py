@@ -104,8 +104,8 @@ class Ready:
         return {name: p.grad.float().numpy() for name, p in self.chunk.named_parameters() if p.grad is not None}
 
 
-def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
-    """Opens the case's model for one row of the batch."""
+def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any, dtype: str = "bfloat16") -> Ready:
+    """Opens the case's model, with weights of this type, for one row of the batch."""
     import json
 
     import torch
@@ -123,7 +123,7 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
     micro = pack(batch, context=parallel.context, context_rank=at.cp, tensor=parallel.tensor, rows=rows)
     hf = json.loads((case.model / "config.json").read_text())
     with CudaAsCpu(), Counted(waits):  # `Counted` marks the tensors that stay on the host
-        opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
+        opened = ModelWorker(hf, policy, parallel, dtype=getattr(torch, dtype), device=layouts.CPU, trainable=False)
         opened.load(case.model)
         for_backward(opened)
     chunk = model.unwrap_gpt(opened.chunks[0]).train()
