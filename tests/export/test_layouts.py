@@ -20,6 +20,7 @@ from skyrl_mega.export.source import find
 from tests.export import saved
 from tests.megatron.test_against_transformers import expected_logprobs
 from tests.support.engines import LOADING, build_model
+from tests.support.mxfp4_files import rewrite
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "MoE, TP2": ("qwen3_moe", 2, {"tensor": 2}, {}),
@@ -27,6 +28,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "tied MoE, TP2 EP2": ("qwen3_moe", 2, {"tensor": 2, "expert": 2}, {"tied": True}),
     "dense, TP2 PP2": ("qwen3", 4, {"tensor": 2, "pipeline": 2}, {}),
     "tied dense with biases, PP2": ("qwen2", 2, {"pipeline": 2}, {"tied": True, "head_dim": 16}),
+    "experts with biases and other axes on disk, TP2 EP2": ("gpt_oss", 2, {"tensor": 2, "expert": 2}, {}),
     "llama, DP2": ("llama", 2, {}, {}),
 }
 
@@ -77,6 +79,18 @@ def test_experts_cut_both_ways_are_the_model_that_was_loaded(tmp_path: Path) -> 
     saved.make_run(tmp_path / "run", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, dtype=torch.float32, steps=0)
     exported(tmp_path / "run", tmp_path / "out", verify=True)
     assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "run" / "model"))
+
+
+def test_experts_in_mxfp4_are_exported_as_they_were_loaded(tmp_path: Path) -> None:
+    """Exports TP2 EP2 of a source in MXFP4 before a step: every bit is transformers' own dequantisation."""
+    run = tmp_path / "run"
+    build_model(run / "plain", "gpt_oss", seed=3, hidden=64, expert_ffn=32)
+    expected = rewrite(run / "plain", run / "model")
+    saved.make_run(run, 2, {"tensor": 2, "expert": 2}, dtype=torch.bfloat16, steps=0)
+    done = exported(run, tmp_path / "out", verify=True)
+    assert done.verified and done.dtype == "bfloat16"
+    assert same(tensors_of(tmp_path / "out"), expected) and same(tensors_of(run / "in_run"), expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def put_together(checkpoint: Path, kind: str) -> dict[str, Tensor]:

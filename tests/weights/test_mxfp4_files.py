@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -26,18 +25,11 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.weights.exchange.exchange import local_view
 from tests.megatron.layouts import layout
+from tests.support.mxfp4_files import rewrite, transformers_values
 
 SHAPE = (5, 6, 2, 64)
 """Experts, width, gate and up, hidden."""
 FORM = DiskForm((0, 3, 1, 2), merged=True, packed=True)
-
-
-def transformers_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns transformers' dequantisation, [experts, columns, rows]."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    values: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    return values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -117,19 +109,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     """Writes a tiny gpt-oss with experts in MXFP4; returns the directory, and every tensor as transformers reads it."""
     folder = tmp_path_factory.mktemp("models") / "mxfp4"
     build(BuildConfig(architecture="gpt_oss", experts=4, hidden=64, expert_ffn=32), folder)
-    generator, file = torch.Generator().manual_seed(1), folder / "model.safetensors"
-    expected = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
-    stored = dict(expected)
-    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, rows, columns = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(110, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        expected[name] = transformers_values(blocks, scales, torch.bfloat16)
-    save_file(stored, file, metadata={"format": "pt"})
-    hf = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(hf))
-    return folder, expected
+    return folder, rewrite(folder, folder)
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})])
