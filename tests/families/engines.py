@@ -25,6 +25,7 @@ from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
 from tests.families.models import CORRECTION_BIAS, DECAY, read_hf, transformers_model
 from tests.megatron.layouts import CPU, join_ranks, layout, load_model, policy_config
+from tests.support.compared import tensors_of
 from tests.support.shards import cut
 
 POLICY = layout(2, tensor=2, expert=2)
@@ -123,7 +124,8 @@ def _engine(folder: Path, port: int, name: str, dtype: str) -> EngineResults:
 
     results = EngineResults()
     fresh = LLM(**arguments(_spec(folder_of(folder, name, dtype, SYNCS[-1]), dtype, weights="auto")))
-    expected, answers = state(fresh), ask(fresh)
+    answers = ask(fresh)
+    expected = state(fresh)  # after a pass: the first one rounds YaRN's cosines, in float32, to the type of the queries
     llm = LLM(**arguments(_spec(folder_of(folder, name, dtype, 0), dtype)))
     connection = asdict(_connection(folder, port, name, dtype))
     llm.collective_rpc(
@@ -223,37 +225,9 @@ def rounding_errors(path: Path, answers: Answers) -> tuple[float, float]:
 
 
 def state(llm: Any) -> dict[str, Tensor]:
-    """Returns copies of all tensors of an engine's model: parameters, buffers, attributes of modules.
-
-    A linear layer on CPU holds its weight in a packed form that cannot be read, so its product with fixed numbers
-    stands for the weight.
-    """
-    [model] = llm.apply_model(lambda model: model)
-    tensors: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, Tensor) and name != "kv_cache":
-                tensors[f"{prefix}.{name}"] = _without_padding(module, name, value).detach().clone()
-        if (columns := _columns(module)) is not None:
-            inputs = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
-            product = module.cpu_linear(inputs, module.weight, None)
-            tensors[f"{prefix} (product)"] = _without_padding(module, "weight", product.T).detach().clone()
-    return tensors
-
-
-def _columns(module: Any) -> int | None:
-    """Returns the inputs of a linear layer with packed weights; None for other modules."""
-    if "cpu_linear" not in vars(module):
-        return None
-    names = ("input_size_per_partition", "input_size", "embedding_dim")
-    return next(int(getattr(module, name)) for name in names if hasattr(module, name))
-
-
-def _without_padding(module: Any, name: str, value: Tensor) -> Tensor:
-    """Returns the rows of a vocabulary's weight that belong to tokens; the rest is padding with any content."""
-    if name != "weight" or not hasattr(module, "shard_indices"):
-        return value
-    return value[: module.shard_indices.num_org_elements]
+    """Returns copies of all tensors of an engine's model (`compared.tensors_of`)."""
+    [tensors] = llm.apply_model(tensors_of)
+    return dict(tensors)
 
 
 def unlike(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:

@@ -94,22 +94,36 @@ def compare(engines: ActorGroup, path: Path) -> None:
         assert difference_from_transformers(path, request, completions[request.id]) < TOLERANCE
 
 
+TWO_WORKERS: list[tuple[str, dict[str, bool]]] = [
+    *((name, {}) for name in IN_FLOAT32_ENGINES),
+    ("gpt_oss", {"enable_expert_parallel": True}),
+]
+"""Models, with options of vLLM."""
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", IN_FLOAT32_ENGINES)
-def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, tmp_path: Path, name: str) -> None:
-    """Loads an engine of TP2, syncs a policy of TP2·EP2·PP2 twice and after sleep; log-probs are transformers'."""
+@pytest.mark.parametrize(("name", "options"), TWO_WORKERS, ids=[" ".join([n, *o]) for n, o in TWO_WORKERS])
+def test_two_workers_take_the_weights_of_four_ranks(
+    ray: None, families: Path, tmp_path: Path, name: str, options: dict[str, bool]
+) -> None:
+    """Loads an engine of TP2, syncs a policy of TP2·EP2·PP2 twice and after sleep; log-probs are transformers', and
+    every tensor of each worker is the one that vLLM itself loaded."""
     paths = [families / f"{name}-{seed}" for seed in (1, 0)]
-    rollout, hf = RolloutConfig(tensor=2, kv_cache_gib=0.05), read_hf(paths[0])
+    rollout, hf = RolloutConfig(tensor=2, kv_cache_gib=0.05, options=options), read_hf(paths[0])
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=WeightsConfig(timeout_s=120))
     parallel = ParallelDims(ranks=4, tensor=2, expert=2, pipeline=2)
-    group = start_engine("engine", spec_of(paths[1], rollout, sleeps=ENGINE, weights="auto"), tmp_path)
+    extension = {"worker_extension_cls": "tests.support.compared.Fingerprints"}
+    spec = spec_of(paths[1], rollout, sleeps=ENGINE, weights="auto", extra=extension)
+    group = start_engine("engine", spec, tmp_path)
     fleet = serving(group)
     policy = holders(parallel, hf, tmp_path)
     try:
         compare(group, paths[1])
+        loaded = group.call_one(0, "workers", "fingerprints", timeout=120)
+        assert len(loaded) == 2 and len(loaded[0]) > 10
         sync = WeightSync(policy, fleet, hf, cut(config, parallel), plans=tmp_path / "plans")
-        for version, path in enumerate([*paths, paths[0]], 1):
+        for version, path in enumerate([*paths, paths[1]], 1):
             policy.call_all("load", path, timeout=120)
             if version == 3:
                 fleet.sleep(ENGINE)
@@ -117,8 +131,33 @@ def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, t
             sync.sync(version)
             fleet.wake(["kv_cache"])
             compare(group, path)
+            fingerprints = group.call_one(0, "workers", "fingerprints", timeout=120)
+            changed = [differing(*pair) for pair in zip(loaded, fingerprints, strict=True)]
+            assert all(changed) if path == paths[0] else not any(changed), (version, changed)
+            biases = group.call_one(0, "workers", "second_biases", timeout=120)
+            check_second_biases(biases, path, by_expert=bool(options))
             assert [c.different for c in sync.check()] == [[], []]
     finally:
         fleet.close()
         policy.shutdown()
         group.shutdown()
+
+
+def differing(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
+    """Returns the names of tensors that are unlike."""
+    return sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
+
+
+def check_second_biases(biases: list[dict[str, list[list[float]]]], path: Path, by_expert: bool) -> None:
+    """Checks the biases of the experts' second projections: each worker has its own experts', or the first worker all
+    and the other worker zeros, because the workers' sums are added."""
+    files = {
+        name: bias for name, bias in load_file(path / "model.safetensors").items() if name.endswith("down_proj_bias")
+    }
+    assert [len(each) for each in biases] == [len(files)] * 2
+    for number, expected in enumerate(files[name] for name in sorted(files)):
+        first, second = (torch.tensor(list(each.values())[number]) for each in biases)
+        if by_expert:
+            assert torch.equal(torch.cat([first, second]), expected)
+        else:
+            assert torch.equal(first, expected) and not second.any() and second.shape == expected.shape
