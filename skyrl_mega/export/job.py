@@ -243,8 +243,8 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
         expected, stored = shapes.get(name), header.tensors.get(name)
         if expected != stored:
             raise UserError(
-                f"the checkpoint has {(f'shape {list(stored)}' if stored else 'none')}, "
-                f"config.json makes {(f'it {list(expected)}' if expected else 'none')}; the two "
+                f"the checkpoint has {(f'shape {list(stored)}' if stored else 'no such tensor')}, "
+                f"config.json makes {(f'it {list(expected)}' if expected else 'no such tensor')}; the two "
                 "are of different models; give --model with the directory of the trained model",
                 key=name,
             )

@@ -89,7 +89,11 @@ def _is_run(path: Path) -> bool:
 def _run_checkpoint(run: Path, step: int | None) -> Path:
     complete = checkpoints_in(run / "checkpoints")
     if not complete:
-        raise UserError("has no whole checkpoint; a run saves one every checkpoint.every steps", key=run)
+        raise UserError(
+            "has no whole checkpoint",
+            key=run,
+            fix="give another run, or continue this one until it saves one, every checkpoint.every steps",
+        )
     if step is not None and step not in complete:
         raise UserError(
             f"{run} has no checkpoint of that step; allowed are {_listed(complete)}", key="--step", value=step

@@ -123,7 +123,11 @@ def read_added_tokens(folder: Path, first: int) -> dict[int, AddedToken]:
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"added_tokens_decoder cannot be used ({error})", key=file, fix=FETCH) from error
     if named and min(named) < first:
-        raise UserError(f"added token {min(named)} is one of the {first} of {TIKTOKEN}", key=file, fix=FETCH)
+        raise UserError(
+            f"an added token has the number {min(named)}; {TIKTOKEN} has the tokens 0 to {first - 1}",
+            key=file,
+            fix=FETCH,
+        )
     size = read_json(folder / "config.json", FETCH).get("vocab_size")
     end = max([size if isinstance(size, int) else 0, *(number + 1 for number in named)])
     reserved = {number: AddedToken(f"<|reserved_token_{number}|>", **SPECIAL) for number in range(first, end)}

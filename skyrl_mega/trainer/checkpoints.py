@@ -75,7 +75,7 @@ class Checkpoints:
             damaged.append(damage)
         if damaged:
             raise UserError(
-                f"all {len(damaged)} checkpoints here are damaged (the newest: {damaged[0]})",
+                f"all checkpoints here ({len(damaged)}) are damaged (the newest: {damaged[0]})",
                 key=self.folder,
                 fix="restore the files, or remove the folder to start from the first step",
             )

@@ -100,7 +100,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     planned(header, entries)
     router = "model.layers.1.mlp.gate.weight"
     rest = {name: shape for name, shape in header.tensors.items() if name != router}
-    with pytest.raises(UserError, match=f"{router}: the checkpoint has none"):
+    with pytest.raises(UserError, match=f"{router}: the checkpoint has no such tensor, config.json makes it"):
         planned(replace(header, tensors=rest), entries)
     with pytest.raises(UserError, match=f"{router}: the checkpoint has shape .4, 17., config.json makes it .4, 16."):
         planned(replace(header, tensors={**header.tensors, router: (4, 17)}), entries)

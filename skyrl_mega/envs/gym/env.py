@@ -142,9 +142,10 @@ def _make(options: Mapping[str, Any]) -> Any:
         return gymnasium.make(options["id"], disable_env_checker=True, **options["kwargs"])
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise UserError(
-            f"{' '.join(str(error).split())}; an id registered by a module needs environment.options.gym.module",
+            " ".join(str(error).split()),
             key="environment.options.gym.id",
             value=options["id"],
+            fix="check the id, the module that registers it (environment.options.gym.module), and kwargs",
         ) from error
 
 

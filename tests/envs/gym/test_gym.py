@@ -82,7 +82,7 @@ def test_arguments_reach_it() -> None:
         ({}, "id is not set"),
         (
             {"id": "tests/Absent-v0", "module": GUESS["module"]},
-            r"id = tests/Absent-v0: .*an id registered by a module needs environment",
+            r"id = tests/Absent-v0: .*check the id, the module that registers it .environment",
         ),
         ({"id": "x", "module": "no_such_module"}, "no_such_module"),
         ({**GUESS, "kwargs": {"worst": 1}}, "worst"),
