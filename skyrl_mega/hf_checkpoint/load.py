@@ -122,7 +122,7 @@ def save(
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write files, in turn; several need a shared file system.
-        file_bytes: Maximum size of a file (at least one tensor), and of the host memory needed by a writer.
+        file_bytes: Maximum size of a file (at least one tensor); a writer needs up to twice as much host memory.
         timeout_s: Time limit in seconds of one exchange, in which every writer receives the tensors of a file.
 
     Raises:

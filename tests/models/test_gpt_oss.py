@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.models.huggingface import tensors
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from tests.megatron.layouts import layout
@@ -67,3 +69,9 @@ def test_experts_with_biases_are_not_split_by_columns() -> None:
     ARCH.check_layout(HF, layout(2, tensor=2, expert=2))
     with pytest.raises(UserError, match="7 workers do not divide"):
         ARCH.check_engine(HF, 7, True)
+
+
+def test_tensors_in_another_order_keep_it_below_another_prefix() -> None:
+    decoder = replace(ARCH.describe(HF), prefix="model.language_model")
+    names = [name for name in tensors(decoder) if name.endswith(("gate_up_proj", "gate_up_proj_bias", "down_proj"))]
+    assert {*decoder.disk_forms} == {*names} and names[0].startswith("model.language_model.layers.0.")

@@ -58,6 +58,13 @@ def test_a_sequence_takes_two_states_with_cached_prefixes_and_one_without(name: 
         assert engine_memory(settings(without), decoder).per_sequence == state_of(name, 2)
 
 
+def test_states_of_convolutions_have_the_models_type() -> None:
+    name = "Qwen3.5-35B-A3B"
+    convolution = 30 * 3 * (2 * 16 + 32) * 128 // 2  # layers, tokens, channels of a worker
+    float32, bfloat16 = (engine_memory(settings(f"model.dtype={t}"), model(name)) for t in ("float32", "bfloat16"))
+    assert float32.per_sequence - bfloat16.per_sequence == 2 * convolution * (4 - 2)
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_decoding_step_reads_and_writes_every_state(name: str) -> None:
     decoder, config = model(name), settings()
