@@ -22,6 +22,8 @@ PROOFS = (
     _proof("te_numbers", "FP8 products and parameters give bfloat16's steps; a checkpoint", "te_step:prove_numbers",
            60, 240, stage=2, needs=TE),
     _proof("te_train", "the slice's FP8 step: memory and speed", "te_step:prove", 110, 300, stage=2, needs=TE),
+    _proof("te_speed", "where a step's time goes: precision, size, launches, waits", "te_speed:prove", 75, 200, stage=2,
+           needs=TE),
     _proof("exchange", "a TP8 worker's weights to a process on the same GPU", "exchange:prove", 90, 240),
     _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 60, 150),
     _proof("residency", "the policy leaves the GPU and returns: bytes, bits, seconds", "residency:prove", 60, 150,

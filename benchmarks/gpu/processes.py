@@ -43,7 +43,7 @@ def together(*jobs: Job, timeout_s: float) -> list[Any]:
     for job in jobs:
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_main, args=(theirs, job.function, job.arguments))
-        with _environment(job.env):
+        with environment(job.env):
             process.start()
         theirs.close()
         pipes.append(ours)
@@ -78,7 +78,7 @@ def together(*jobs: Job, timeout_s: float) -> list[Any]:
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
+def environment(more: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables for processes started inside the context."""
     with _starting:
         before = {key: os.environ.get(key) for key in more}
