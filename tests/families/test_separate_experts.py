@@ -20,6 +20,8 @@ from skyrl_mega.hf_checkpoint.index import check_files, read_config
 from skyrl_mega.hf_checkpoint.load import load
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Shard
+from tests.export.test_block_fp8 import checkpoint, exported
+from tests.export.test_layouts import tensors_of
 from tests.families.models import COMMON, DELTA
 from tests.support.fp8_files import CONFIG, dequantised, rewrite, same_bits
 from tests.weights.grids import LAYOUTS, empty, global_tensors
@@ -103,14 +105,25 @@ def test_ranks_and_workers_load_the_same_numbers_from_both_forms(folders: dict[s
 
 def test_experts_in_block_fp8_are_read_for_each_expert(folders: dict[str, Path], tmp_path: Path) -> None:
     """Compares with a directory of the dequantised numbers."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for file in folders["fp8"].glob("*.safetensors"):
-        tensors |= load_file(file)
-    plain = dequantised({name: tensor for name, tensor in tensors.items() if name not in UNREAD}, torch.float32)
+    tensors = {name: tensor for name, tensor in tensors_of(folders["fp8"]).items() if name not in UNREAD}
+    plain = dequantised(tensors, torch.float32)
     expected = loaded(write(tmp_path / "plain", plain))
     assert all(same_bits(a, b) for a, b in zip(loaded(folders["fp8"]), expected, strict=True))
+
+
+@pytest.mark.parametrize("form", ["separate", "fp8", "stacked"])
+def test_an_export_of_a_checkpoint_has_the_form_of_the_source(
+    form: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Compares every tensor bit by bit, in block FP8 too; decay rates are in float32, with equal values."""
+    source = tensors_of(folders[form])
+    weights = {name: tensor for name, tensor in source.items() if not name.startswith(("mtp.", "model.visual."))}
+    policy = checkpoint(tmp_path / "policy", dequantised(weights, torch.bfloat16))
+    exported(policy, folders[form], tmp_path / "out", fp8=form == "fp8")
+    written, expected = tensors_of(tmp_path / "out"), dict(source)
+    expected |= {name: tensor.float() for name, tensor in source.items() if name.endswith("A_log")}
+    assert same_bits(written, expected)
+    check_files(tmp_path / "out")
 
 
 def test_a_worker_reads_the_form_from_the_directory_of_its_model(folders: dict[str, Path]) -> None:
@@ -131,10 +144,7 @@ def test_without_files_the_quantisation_tells_the_form() -> None:
 
 
 def test_a_mixture_of_both_forms_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(folders["stacked"] / "model.safetensors")
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in UNREAD}
+    tensors = {name: tensor for name, tensor in tensors_of(folders["stacked"]).items() if name not in UNREAD}
     mixed = write(tmp_path / "mixed", tensors | separated(tensors))
     with pytest.raises(UserError, match=r"experts.gate_up_proj is unknown|experts.down_proj is unknown"):
         check_files(mixed)
