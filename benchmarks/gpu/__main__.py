@@ -15,7 +15,7 @@ from benchmarks.gpu.prepare import prepare
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.results import WAITING, Results, files, read, table
 from benchmarks.gpu.runner import ROOT, Call, expected_s, run, there
-from benchmarks.gpu.wheels import install
+from benchmarks.gpu.wheels import brings, install
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import Parser
 from skyrl_mega.preflight.gpus import gather
@@ -104,7 +104,7 @@ def _main(options: argparse.Namespace) -> int:
         print(_listed(chosen, [folder, *options.earlier], wheels))
         return 0
     device = {"name": "a rehearsal on the CPU"} if options.rehearse else _device()
-    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": sys.version.split()[0], **{name: _version(name, brought) for name in PACKAGES}}
     results = Results(folder, device, versions, options.earlier)
     call = Call(options.budget, options.rehearse, options.again, _commit(), site, brought, _say)
     whole = run(chosen, results, call)
@@ -136,11 +136,13 @@ def _device() -> dict[str, Any]:
     return {"name": name, "memory_gib": round(int(size or 0) / 2**30, 2), "driver": None, "nvml": facts.error}
 
 
-def _version(package: str) -> str | None:
+def _version(package: str, wheels: Path | None) -> str | None:
+    """Returns a package's version, installed or in the folder of wheels; None without the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        files = brings(wheels, package) if wheels else []
+        return files[0].name.split("-")[1] if files else None
 
 
 def _commit() -> str | None:
