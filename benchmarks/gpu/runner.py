@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 WHEELS, SITE = "PROOF_WHEELS", "PROOF_SITE"
 """Environment variables of a proof: the folder of prepared packages, and the folder of the installation."""
 LOOK_S = 0.1
-LOG_TAIL = 3000
+LOG_TAIL = 12000
 """Characters kept of a proof's output if it did not pass."""
 LEAST_S = 10.0
 """Least time left in a call to start a proof."""
