@@ -46,11 +46,12 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def try_machine(config: Config) -> None:
-    """Tries what trajectories start on this machine, such as a container; does nothing for environments that start
-    nothing. Returns nothing. Call after `prepare`, once per run.
+    """Tries what trajectories start on this machine, such as a container, whose missing image is pulled; does nothing
+    for environments that start nothing. Returns nothing. Call after `prepare`, once per run.
 
     Raises:
         UserError: A trajectory could not start.
+        Exception: An environment's own `try_machine` raised it.
     """
     for name in environment_names(config):
         registry.try_machine(name, config.environment)

@@ -138,8 +138,8 @@ def stop_signal() -> str:
 
 
 def finish(code: int) -> None:
-    """Reports that this process has finished with this exit code; without this report the supervisor treats the end as
-    a fault."""
+    """Reports to the supervisor that this process has finished its work and ends with this exit code, but does not end
+    the process. Without this report the supervisor treats the end as a fault. Does nothing without a supervisor."""
     if _channel is not None:
         _channel.finish(code)
 

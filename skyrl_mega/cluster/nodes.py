@@ -143,7 +143,8 @@ def _without(nodes: Sequence[Node], excluded: Sequence[Node]) -> list[Node]:
 
 def probe() -> tuple[list[Node], UnavailableNodes]:
     """Returns the responding nodes with CPUs, sorted by address, and the unavailable nodes, from a single listing by
-    Ray. A node responds if Ray's own process there accepts a connection within `ANSWER_S`."""
+    Ray. A node responds if Ray's own process there accepts a connection within `ANSWER_S` seconds. Raises Ray's errors;
+    `try_probe` does not, and limits the time."""
     import ray
 
     listed = ray.nodes()

@@ -163,7 +163,8 @@ def idle_gpus_note(config: Config) -> str | None:
 
 
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
-    """Returns True if the policy may train on tokens sampled with older weights than its present weights."""
+    """Returns True if a step may train on tokens sampled before the last weight sync. Optimizer steps of the same step,
+    which also change the weights after sampling, do not count."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 

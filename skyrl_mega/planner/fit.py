@@ -55,8 +55,8 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
-    """Checks the fit of the run on the nodes and in memory; on a CPU only in host memory. Layouts must have been
-    checked (`cli.layout_checks.check_layouts`).
+    """Checks the fit of the run on the nodes and in memory; on a CPU only the size of the engines' cache, and the fit
+    in host memory. Layouts must have been checked (`cli.layout_checks.check_layouts`).
 
     Args:
         config: The settings, with `policy.micro_tokens` decided.

@@ -239,14 +239,15 @@ def split(values: Tensor, minis: Sequence[Samples], *, by_token: bool) -> list[T
 def record_updates(
     run: Run, step: Step, updates: list[dict[str, float]], minis: Sequence[Samples], *, adapt: bool
 ) -> None:
-    """Records the metrics of a step's optimizer steps in `step`, and adapts the entropy coefficient of the run.
+    """Records the metrics of a step's optimizer steps in `step`: the number of steps without a weight update,
+    mismatch and replay, the means of all others, and the entropy coefficient used. Then adapts this coefficient.
 
     Args:
         run: The run, with the entropy coefficient to adapt to the measured entropy.
         step: Receives the metrics.
         updates: Metrics of each optimizer step.
-        minis: The mini-batch of each optimizer step.
-        adapt: True if the policy was trained: only then the entropy coefficient may change.
+        minis: The mini-batch of each optimizer step; as many as `updates`.
+        adapt: True if the policy was trained: only then the entropy coefficient may change, for the next step.
     """
     algorithm, replay = run.config.algorithm, run.config.policy.moe.replay
     moved = [bool(update.get("grad_norm")) for update in updates]

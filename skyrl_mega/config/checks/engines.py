@@ -192,7 +192,8 @@ def check_endpoints(c: Config) -> Refusals:
 
 @raising
 def check_own_engines(c: Config) -> Refusals:
-    """Raises a UserError for an evaluation on engines of its own without any: it asks no server of a run."""
+    """Raises a UserError if `rollout.engines` is 0, for an evaluation without `--endpoint`: such an evaluation starts
+    engines of its own, and does not use the servers in `rollout.endpoints`."""
     if not c.rollout.engines:
         yield "rollout.engines", "an evaluation starts engines of its own; give at least 1, or --endpoint"
 

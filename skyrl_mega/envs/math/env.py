@@ -69,7 +69,7 @@ class MathEnv(BaseTextEnv):
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
         """Returns the reason why a row's ground truth is malformed, or would not be read as the right answer if a
-        solution gave it; None for a valid row.
+        solution gave it; None for a valid row, and for a row without a ground truth.
         """
         if reason := super().wrong_row(row, options):
             return reason

@@ -77,11 +77,11 @@ class Database:
     compare: str = "set"
 
     def query(self, sql: str, seconds: float) -> QueryResult:
-        """Runs a single query in the sandbox within `seconds` seconds, and returns the first rows; a failing query is
-        reported in the result's `error`.
+        """Runs a single query in the sandbox within `seconds` seconds, and returns the first `shown` rows as text, with
+        the number of all rows; a failing query is reported in the result's `error`.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside.
             UserError: The machine lacks a required confinement.
         """
         return _table(self._run([sql], seconds)[0][0])

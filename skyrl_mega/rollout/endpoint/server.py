@@ -63,7 +63,7 @@ class EndpointServer:
         Args:
             session: Answers the requests.
             loop: Event loop in which the session's methods run.
-            key: Key of the endpoint; None draws a random key.
+            key: Key of the endpoint, not used by another open endpoint; None draws a random key.
         """
         with self._lock:
             if self._thread is None:

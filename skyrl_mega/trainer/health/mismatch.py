@@ -149,7 +149,8 @@ def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
     disabled. To be called before the step's update is synced or saved.
 
     Raises:
-        EngineDiffers: A log-prob difference reaches its stop threshold.
+        EngineDiffers: A log-prob difference in `metrics` reaches its stop threshold, or is not finite. A missing
+            difference raises nothing.
     """
     if phrases := list(past_threshold(config, "stop", metrics)):
         raise EngineDiffers(
