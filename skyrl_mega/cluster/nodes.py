@@ -82,13 +82,13 @@ def missing_kind(labels: Sequence[Mapping[str, str]], count: int, pool: tuple[st
 
 def responding_nodes(without: str | None = None) -> list[Node]:
     """Returns the nodes with CPUs whose Ray process accepts a connection, sorted by address; Ray's own list may still
-    contain dead nodes. Nodes with the Ray resource `without` are left out."""
+    contain dead nodes. Nodes with the Ray resource `without` are left out. Ray's errors pass, as in `probe`."""
     return [node for node in probe()[0] if without not in node.resources]
 
 
 def nodes_without_gpus(without: str | None = None) -> list[Node]:
-    """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs. Nodes with the Ray
-    resource `without` are left out."""
+    """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs; [] if none
+    responds. Nodes with the Ray resource `without` are left out. Ray's errors pass, as in `probe`."""
     nodes = responding_nodes(without)
     return [node for node in nodes if not node.gpus] or nodes
 

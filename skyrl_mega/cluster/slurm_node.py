@@ -150,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The launcher's exit code on the first node, or that of its dry run if the launcher refuses the arguments; 0 on
         other nodes; 1 after a failure of a node or a wait, 143 after SIGTERM or SIGINT.
+
+    Raises:
+        KeyError, ValueError: A variable of Slurm is missing or no number, as in `Allocation.of`.
+        OSError: The shared folder cannot be written.
     """
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     set_user_variables()

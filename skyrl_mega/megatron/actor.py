@@ -128,7 +128,7 @@ class MegatronActor:
 
         Raises:
             UserError: A tensor is missing or has another shape, or a file is truncated.
-            Damaged, NotOnDevice: A file is corrupted; the parameters are offloaded.
+            Damaged: A file is corrupted.
         """
         self.rank.load(Path(path))
 
@@ -138,6 +138,7 @@ class MegatronActor:
 
         Raises:
             UserError: A tensor is missing or has another shape; an earlier reference stays.
+            Damaged: A file is corrupted; an earlier reference stays.
         """
         self.rank.keep_reference(Path(path))
 
@@ -239,6 +240,7 @@ class MegatronActor:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         micros = list(chain(*self.minis))
         results = self.rank.values(micros)
@@ -283,6 +285,7 @@ class MegatronActor:
             NotOnDevice: The parameters are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
             UserError: The loss cannot be found or imported.
+            KeyError, ValueError: A column that the loss needs is missing.
         """
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
@@ -347,7 +350,7 @@ class MegatronActor:
 
         Raises:
             UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
-            OSError, NotOnDevice: On a rank that could not write, or whose parameters are offloaded.
+            OSError: On a rank that could not write.
             RuntimeError: On all other ranks, after an error on any rank; names the rank.
         """
         self.rank.export(Path(path), Path(source))

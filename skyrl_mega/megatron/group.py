@@ -42,7 +42,7 @@ class TrainGroup:
             waiting: Called, during the wait, with the names of the ranks still loading; None: nothing is called.
 
         Raises:
-            UserError: A tensor is missing or has another shape.
+            UserError: A tensor is missing or has another shape, or a file is damaged.
             ActorFailed: A rank failed or did not answer within `timeout_s` seconds. After any error the group is ended.
         """
         self._call("load", str(path.absolute()), waiting=waiting)
@@ -56,7 +56,7 @@ class TrainGroup:
             waiting: Called, during the wait, with the names of the ranks still loading; None: nothing is called.
 
         Raises:
-            UserError: A tensor is missing or has another shape.
+            UserError: A tensor is missing or has another shape, or a file is damaged.
             ActorFailed: A rank failed or did not answer within `timeout_s`. After any error the group is ended.
         """
         self._call("keep_reference", str(path.absolute()), waiting=waiting)
@@ -218,7 +218,8 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks: `grad_norm` before
-        clipping, `lr`, and the loss's metrics.
+        clipping, `lr`, and the loss's metrics, which are sums over the mini-batch (maxima for names with `_max`), not
+        means.
 
         The mini-batch needs the columns of the loss, such as weights and advantages; parameters, gradients and
         optimizer must be on the device. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.

@@ -363,7 +363,7 @@ class ModelWorker:
 
         Returns:
             `grad_norm` before clipping and `lr`; on the last pipeline stage also the objective's metrics, summed over
-            all ranks.
+            micro-batches and ranks (`sums.summed`), and with a load-balancing loss `expert_balance`.
 
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.

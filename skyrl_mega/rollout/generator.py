@@ -121,7 +121,9 @@ class Generator:
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
-            UserError: The generator of `rollout.generator` cannot be imported or created.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: The generator of `rollout.generator` cannot be imported or created, or the chat template leaves
+                out the assistant's words.
             Exception: `look` or `refill` raised it; all trajectories are cancelled.
         """
         while True:

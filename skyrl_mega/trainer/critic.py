@@ -34,6 +34,7 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
 
     Returns:
         `critic/…`: means over the optimizer steps; {} if no mini-batch contains a token with a weight in the loss.
+        Of a mini-batch, `critic/value` and `critic/clip_fraction` are means by the tokens' weights in the loss.
 
     Raises:
         ActorFailed: A rank failed.

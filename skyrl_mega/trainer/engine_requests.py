@@ -142,7 +142,8 @@ class Inbox:
 
     def take(self) -> Iterator[EngineRequest]:
         """Removes and yields the requests that have arrived, in the order of their names, at most `MOST_FILES`; a
-        request stays until its turn. Files that are no requests stay, and are reported once by `say`."""
+        request stays until its turn. Files that are no requests stay, and are reported once by `say`. Raises OSError if
+        the folder of the requests cannot be listed."""
         names = sorted(name for name in os.listdir(self.folder) if NAME.fullmatch(name) and name not in self._refused)
         for name in names[:MOST_FILES]:
             try:

@@ -71,12 +71,12 @@ class Evaluator:
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns, for each data source, `eval/<source>/mean`, the mean over prompts of the mean reward of a prompt's
     samples, and `eval/<source>/pass_at_<n>`, the share of prompts with a sample of positive reward. n is the largest
-    number of samples of a prompt.
+    number of samples of a prompt of the source, failed samples included.
 
     Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
-    present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples:
-    `eval/<source>/of/<name>`. A prompt whose samples all failed does not count in mean and pass@n; a source with only
-    such prompts lacks both.
+    present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over the samples that have the
+    figure: `eval/<source>/of/<name>`. A prompt whose samples all failed does not count in mean and pass@n; a source
+    with only such prompts lacks both.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)

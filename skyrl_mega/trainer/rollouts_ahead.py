@@ -98,7 +98,7 @@ class Versions:
 
     def measure(self, trajectories: Iterable[Trajectory]) -> dict[str, float]:
         """Returns `asynchrony/staleness_mean`, over the policy's tokens, and `asynchrony/staleness_max` of the
-        trajectories about to be trained on, both in syncs.
+        trajectories about to be trained on, both in syncs; both 0 without tokens.
 
         Raises:
             StaleTooFar: A token is too old.

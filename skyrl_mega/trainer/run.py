@@ -381,9 +381,14 @@ def _text(trajectory: Trajectory) -> TrajectoryText:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of a step's trajectories, at least one: `reward/*` and `environment/of/*` without
-    trajectories whose environment failed (left out if all did), `rollout/*` (lengths in tokens, shares), and the mean
-    wait for an environment slot."""
+    """Returns the metrics of a step's trajectories, at least one.
+
+    `reward/*` and `environment/of/*` are without trajectories whose environment failed, and left out if all failed:
+    `reward/pass_at_n` is the share of prompts with a positive reward, `reward/of/<name>` counts a missing reward as 0,
+    `environment/of/<name>` is the mean over the trajectories with this figure. `rollout/*` count all trajectories:
+    lengths in tokens, shares, and retries (`rollout/played_again`). `environment/slot_wait_s` is the mean wait for an
+    environment slot in seconds, left out if no trajectory has such a wait.
+    """
     lengths = np.array([t.response_length for t in trajectories])
     judged = [t for t in trajectories if not t.status.failed]
     rewards = np.array([t.reward for t in judged])

@@ -55,8 +55,9 @@ def decoding_speed(
     config: Config, model: Decoder, workers: Sequence[Steps], trajectories: Sequence[Trajectory], seconds: float
 ) -> dict[str, float]:
     """Returns the engines' metrics for the phase `generate`: `perf/decode_tokens_per_s_per_engine`; if iterations were
-    counted also `perf/engine_steps` and `perf/tokens_per_engine_step`; on GPUs also `perf/decode_bandwidth_share`, the
-    share of the memory bandwidth, from 0 to 1.
+    counted also `perf/engine_steps`, the most iterations of a worker, and `perf/tokens_per_engine_step`, the mean over
+    the iterations of all workers; then on GPUs also `perf/decode_bandwidth_share`, the share of the memory bandwidth,
+    from 0 to 1.
 
     Args:
         config: The settings, with the device chosen.

@@ -74,8 +74,9 @@ class ExternalEngine:
             former: Not used: the server keeps its own cache.
 
         Raises:
-            UserError: The server has another model, or lacks what its way of taking weights needs; or the user's class
-                of `kind` cannot be used.
+            UserError: The address is invalid; the server has another model, refuses the first tokens, or lacks what its
+                way of taking weights needs; or the user's class of `kind` cannot be used.
+            ServerGone: The server answered, and then failed while its version was read.
         """
         self.places = asyncio.Semaphore(self.spec.address.concurrency)
         self.server: InferenceServer = open_server(self.spec)
@@ -313,7 +314,8 @@ class ExternalEngine:
             await self.receiver.abandon()
 
     async def sample_probes(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        """Returns completions with the weights of the last update, also before `trust`; in the order of `requests`.
+        """Returns completions with the weights of the last update, also before `trust` and without regard to the limit
+        of requests at once; in the order of `requests`.
 
         Raises:
             ServerGone: The server failed.

@@ -158,8 +158,8 @@ def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
 
 
 async def ready(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
-    """Waits, without limit, until a server answers, examines the server and returns its facts. Raises UserError if the
-    server does not fit the run."""
+    """Examines a server and returns its facts, as `examine` does. After an EngineDied prints the error and tries again
+    every `RETRY_S` seconds, without limit. Raises UserError if the server does not fit the run."""
     while True:
         try:
             return await examine(server, spec)
@@ -173,8 +173,8 @@ async def examine(server: InferenceServer, spec: ExternalSpec) -> ServerFacts:
     with log-probs. If the server states vocabulary, type and maximum length, these fit the policy and the run.
 
     Raises:
-        UserError: The server does not fit the run.
-        EngineDied: The server does not answer.
+        UserError: The server does not fit the run, or refuses a question or the first tokens.
+        EngineDied: The server does not answer or has an error, or a class of the user raised another exception.
     """
     url = spec.address.url
     describe: Callable[[int], Awaitable[ServerFacts]] | None = getattr(server, "describe", None)

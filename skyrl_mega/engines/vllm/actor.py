@@ -479,7 +479,8 @@ class VllmEngine:
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with
-        checksums, at the same time. The engine pauses meanwhile. A difference raises nothing.
+        checksums, at the same time. The engine pauses meanwhile, and stays paused if a part is asleep or weights are
+        undefined. A difference raises nothing.
 
         Returns:
             For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
@@ -487,6 +488,7 @@ class VllmEngine:
         Raises:
             NotReady: The weights are asleep.
             EngineDied: vLLM's process is gone.
+            Exception: The transfer failed. vLLM may pass on only the text of the worker's error.
         """
         self.presence.check_weights()
         await self.pause()

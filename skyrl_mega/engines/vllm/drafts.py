@@ -46,7 +46,8 @@ class Trial:
         """The last measured steps of each way: seconds, and mean tokens of a sequence."""
 
     def add(self, drafting: bool, seconds: float, tokens: float) -> None:
-        """Adds a measured step. After the last of `left` steps chooses the way of the following steps, `drafting`.
+        """Adds a measured step. After the last of `left` steps chooses the way of the following steps, `drafting`. A
+        step of the other way, prepared before the last choice, is measured and does not count in `left`.
 
         Args:
             drafting: True if the step could check drafts.

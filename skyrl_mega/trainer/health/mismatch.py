@@ -98,8 +98,9 @@ def mismatch_high(view: StepView) -> Finding | None:
 
 def mismatch_rises(view: StepView) -> Finding | None:
     """Returns a finding if the mean log-prob difference between engine and policy is at least `RISE_FACTOR` times the
-    usual one, in this step and in another of the last `NEAR_STEPS`: other weights or another precision. None otherwise,
-    and always with generation ahead of training, where the difference varies."""
+    usual one (`StepView.usual`), in this step and in another of the last `NEAR_STEPS`: other weights or another
+    precision. None otherwise, also while the usual one is unknown, and always with generation ahead of training, where
+    the difference varies."""
     if generates_ahead(view.config.asynchrony):
         return None
     usual, now = view.usual(MEAN), view.metric(MEAN)

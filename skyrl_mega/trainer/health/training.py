@@ -59,8 +59,9 @@ def entropy_collapsed(view: StepView) -> Finding | None:
 
 
 def gradient_vanished(view: StepView) -> Finding | None:
-    """Returns a finding if the gradient norm of two steps is below `VANISHED` times the usual norm, or below
-    `NO_GRADIENT`, although rewards differ within groups; else None."""
+    """Returns a finding if the gradient norm of the newest two steps with a norm, this step included, is below
+    `VANISHED` times the usual norm (`StepView.usual`), or below `NO_GRADIENT`, although rewards differ within groups of
+    this step; else None."""
     now, usual = view.last("policy/grad_norm", 2), view.usual("policy/grad_norm")
     least = max(NO_GRADIENT, VANISHED * (usual or 0.0))
     if view.metric("policy/grad_norm") is None or not view.metric("rollout/groups_differ"):
@@ -74,8 +75,9 @@ def gradient_vanished(view: StepView) -> Finding | None:
 
 
 def gradient_spikes(view: StepView) -> Finding | None:
-    """Returns a finding if the gradient norm is at least `SPIKE` times the usual norm in two of three steps, or at
-    least `HUGE` times in this step; else None."""
+    """Returns a finding if the gradient norm is at least `SPIKE` times the usual norm (`StepView.usual`) in this step
+    and in another of the newest three, or at least `HUGE` times in this step; else None, also while the usual norm is
+    unknown."""
     usual = view.usual("policy/grad_norm")
     if not usual or not repeatedly_above(view, "policy/grad_norm", SPIKE * usual, HUGE * usual):
         return None
@@ -114,8 +116,8 @@ def everything_clipped(view: StepView) -> Finding | None:
 
 
 def slow(view: StepView) -> Finding | None:
-    """Returns a finding if engines generated below `SLOW` times the usual tokens per second in each of the last three
-    steps; else None."""
+    """Returns a finding if engines generated below `SLOW` times the usual tokens per second (`StepView.usual`) in each
+    of the last three steps; else None, also while the usual speed is unknown."""
     usual, now = view.usual(SPEED), view.last(SPEED, NEAR_STEPS)
     if not usual or len(now) < NEAR_STEPS or max(now) >= SLOW * usual or view.metric(SPEED) is None:
         return None
