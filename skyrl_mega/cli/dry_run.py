@@ -90,7 +90,7 @@ def values(
         hf: The model's config.json.
         absent: Paths absent from this machine; returned under `absent`.
         data_notes: Notes of the data check; returned first under `notes`.
-        args: Options that describe the trajectories (`cli.workload`); None without options.
+        args: Options that describe the trajectories (`cli.workload`), refused without rates; None without options.
 
     Raises:
         UserError: The planned sync exceeds `weights.timeout_s`, or an option or the file of rates is wrong.

@@ -24,7 +24,8 @@ them."""
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Computes the dry run's estimates and writes them to `estimate.json` in a run's folder, for the report.
 
-    If an estimate fails or the file cannot be written, prints a note instead of raising. An existing file is replaced.
+    If the settings cannot be estimated (UserError) or the file cannot be written, prints a note instead of raising. An
+    existing file is replaced.
 
     Args:
         folder: The run's folder.

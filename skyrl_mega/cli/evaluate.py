@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program; None takes `sys.argv`.
 
     Returns:
-        The exit code: 0 done, 1 fault, 2 invalid input, 75 stopped by a signal.
+        The exit code: 0 done, 1 fault, 2 invalid input, or no sample has a score, 75 stopped by a signal.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)

@@ -88,7 +88,8 @@ def planned_inputs(
         The model's config.json, or a known model's if `model.path` is absent; and the absent paths.
 
     Raises:
-        UserError: An input is invalid; the message is one line.
+        UserError: An input is invalid, or an absent `model.path` does not end in the name of a known model; the message
+            is one line.
     """
     trackers.check(config.telemetry)
     advantages.check(config.algorithm)

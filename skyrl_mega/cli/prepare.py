@@ -31,6 +31,7 @@ def prepare(config: Config, console: Console) -> Config:
 
     Raises:
         UserError: The device cannot be used, the model cannot be built, or the prepared data are invalid.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare` failed, as in `make_data`.
         ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
     """
     config = with_device(config)
@@ -65,6 +66,8 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
     Raises:
         UserError: An option or a source of `data.prepare` is wrong.
+        InfrastructureFault: A sandbox or container of the preparation does not start.
+        pyarrow.ArrowException: A value of a source does not have the type of its column.
     """
     if not config.data.prepare or all(Path(file).exists() for file in files):
         return False

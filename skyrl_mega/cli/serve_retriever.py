@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: A setting, the data, the corpus or the index is invalid.
         OSError: The address file or the folder of logs cannot be written.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare`, run for absent data, failed.
     """
     args = parser().parse_intermixed_args(list(arguments))
     if args.suggest and not args.suggest.isdigit():  # argparse took a setting for the option's value

@@ -28,8 +28,8 @@ from skyrl_mega.simulation.workload import Workload
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
-    """Simulates the settings and prints the report: tables of asynchrony modes, splits and engines, then advice.
-    Returns the exit code 0.
+    """Simulates the settings and prints the report: tables of asynchrony modes, splits and engines, then advice; with
+    `--json` as a JSON object. Returns the exit code 0.
 
     Args:
         config: The settings.

@@ -29,7 +29,8 @@ from skyrl_mega.weights.members import FILES
 def plan(argv: Sequence[str]) -> int:
     """Prints cost and links of the weight sync planned for a run's settings: the subcommand `plan`.
 
-    Reads only the settings and the model's config.json; starts nothing.
+    Reads only the settings and the model's config.json; starts nothing. With `weights.transport=files`, prints the
+    bytes of the files instead.
 
     Args:
         argv: The arguments after the subcommand.

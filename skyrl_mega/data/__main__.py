@@ -14,7 +14,9 @@ def main() -> int:
     or 1 after a fault of a service, such as a registry of images.
 
     Raises:
-        UserError: An option or a source is wrong.
+        UserError: An option or a source is wrong, or a file cannot be read or written.
+        pyarrow.ArrowException: A value of a source does not have the type of its column.
+        SystemExit: After printing the help for `--help`.
     """
     try:
         prepare(sys.argv[1:])

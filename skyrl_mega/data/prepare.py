@@ -84,6 +84,7 @@ def prepare(arguments: str | Sequence[str]) -> list[Path]:
         UserError: An option or a source is wrong, or a file cannot be read or written.
         InfrastructureFault: A sandbox or container of a recipe does not start (`swe --validate`, `text2sql --shots`).
         pyarrow.ArrowException: A value of a source does not have the type of its column.
+        SystemExit: After printing the help for `--help`.
     """
     args = parser().parse_args(_words(arguments) if isinstance(arguments, str) else list(arguments))
     written = []

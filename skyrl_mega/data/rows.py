@@ -59,7 +59,8 @@ def load_prompts(
         files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
         config: Known environment names, and the default for rows without `env_class`.
         key: Setting naming the files, for errors.
-        limit: Maximum number of rows per file; later rows keep their uids.
+        limit: Maximum number of prompts per file; None for all. Rows beyond the limit are checked too, and count in the
+            uids of later files.
 
     Raises:
         UserError: A file, column or row is wrong (with the allowed values), an environment cannot run here, or no
@@ -110,7 +111,8 @@ def check_files(
 
 
 def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
-    """Returns the names of the environments used by the rows, each once, in the order of their first row.
+    """Returns the names of the environments used by the rows, each once, in the order of their first row. Rows without
+    `env_class` have the default environment; without a default they add no name.
 
     Args:
         files: Parquet files that passed `check_files` or `load_prompts`.

@@ -20,6 +20,7 @@ def set_names(sources: Iterable[str], allowed: str = r"\w.-") -> dict[str, str]:
     """Returns data source → name, without characters forbidden in names of metrics and files.
 
     Two sources never share a name: `nq/open` becomes `nq_open`, or `nq_open_2` if another source has the name already.
+    Dots at the start are removed; a name that is then empty becomes `UNNAMED`.
 
     Args:
         sources: Data sources of the rows.

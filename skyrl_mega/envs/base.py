@@ -150,7 +150,7 @@ class BaseTextEnv:
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
         """Returns the reason why no answer to a row can earn the reward (column, reason, allowed form); None if an
-        answer can.
+        answer can, and for a row without a ground truth.
 
         Called for every row before a run starts. The default applies `wrong_ground_truth`.
 

@@ -113,7 +113,8 @@ class ToolEnv(BaseTextEnv):
         answer by `judge` and ends the trajectory.
 
         A turn is judged if it has no calls, and if it is the last turn: the policy could not read results. An
-        unreadable call, and a ToolError of a tool, is a result for the policy; other exceptions are let out.
+        unreadable call, and a ToolError of a tool, is a result for the policy; other exceptions are let out. Of more
+        than `calls_per_turn` calls, only so many are executed, and the next gets an error as result.
         """
         self.turns += 1
         message = self.parse(action, self.turns)

@@ -155,6 +155,8 @@ class EndpointClient:
         """Returns the next message, or None if the endpoint refuses the request as longer than its context. Endpoints
         refuse a conversation that is too long alone, and also one too long together with `max_tokens`.
 
+        Fields of `endpoint.extra` replace fields of the request; a field with the value None is left out.
+
         Args:
             messages: The conversation.
             max_tokens: Maximum number of tokens of the reply.
@@ -255,7 +257,8 @@ class MessageAgent(Agent):
         return []
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
-        """Asks the endpoint for the next turn, and appends its tokens and a step to the trajectory.
+        """Asks the endpoint for the next turn, appends placeholders of its tokens (`UNKNOWN`) and a step to the
+        trajectory, and returns the text, the number of tokens, and `length` for a truncated turn, else `stop`.
 
         Returns an empty, truncated turn, and appends nothing, if the conversation alone, or together with `room`,
         exceeds the endpoint's context.

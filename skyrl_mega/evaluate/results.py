@@ -78,7 +78,8 @@ Key = tuple[int, int]
 
 
 def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
-    """Returns a finished sample as a row of SCHEMA.
+    """Returns a finished sample as a row of SCHEMA. The accuracy is the first of `metrics`; without metrics, 1 for a
+    reward of at least 1 and else 0.
 
     Args:
         t: The sample.

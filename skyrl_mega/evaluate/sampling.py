@@ -28,7 +28,7 @@ class AnswerSource(Protocol):
         event loop."""
 
     def refill(self) -> None:
-        """Waits until an engine serves again, after NoServingActor."""
+        """Waits until an engine serves again, after NoServingActor. Raises ActorFailed if none can be restarted."""
 
 
 def sample_missing(
@@ -57,6 +57,7 @@ def sample_missing(
         EndpointFailed: The endpoint does not respond.
         UserError: The endpoint refused a request.
         ClusterError: Remote arrays of a sample are lost.
+        TypeError, ValueError: An environment reports a metric that is no number.
         OSError: A sample cannot be written.
     """
     finished = failed = 0

@@ -91,8 +91,8 @@ def export(
         progress: Receiver of progress reports.
 
     Raises:
-        UserError: The checkpoint is incomplete, of another model or of another type; or the output exists already or
-            does not fit on the disk. Nothing has been written then.
+        UserError: The checkpoint is incomplete, of another model or of another type; or the output exists already, is
+            being written by another export, or does not fit on the disk. Nothing has been written then.
         Damaged: A file of the checkpoint differs from the saved state. A UserError, but perhaps after writing began.
         WorkerDied: A worker was killed.
         ExportMismatch: The written data differs from the checkpoint; only with `verify`.

@@ -74,7 +74,7 @@ class Elements:
 
 def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
     """Returns the bytes of the weights in engine worker `worker`, counted within the engine, as kept while it generates
-    (in FP8, with scales, if the engine serves FP8)."""
+    (in FP8, with scales, if the engine serves FP8), without the weights of drafts."""
     return _worker_elements(config, decoder, worker).bytes(
         limits.itemsize(config.model.dtype), fp8_weights(config.rollout)
     )

@@ -136,7 +136,7 @@ def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 def exchange_socket(address: str) -> socket.socket:
     """Returns a socket that listens on a free port of `address`, for rank 0 of an exchange. As the socket stays open,
-    no other program can take the port."""
+    no other program can take the port. Raises OSError if the address is not of this node."""
     return socket.create_server((address, 0), family=_family(address))
 
 

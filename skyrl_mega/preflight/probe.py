@@ -67,7 +67,8 @@ class Probe:
         return paths.unseen(self.settings.run, self.settings.token, names)
 
     def start_listener(self) -> network.NodeAddress:
-        """Starts a listener on a free port of this node and returns its address, port and answer."""
+        """Starts a listener on a free port of this node and returns its address, port and answer. Raises OSError if the
+        address is not of this node."""
         self._listener = network.Listener(self.address)
         return self._listener.endpoint
 
@@ -80,7 +81,8 @@ class Probe:
         return network.connect(endpoints)
 
     def open_exchange(self) -> int:
-        """Opens a listening socket for the next exchange led by this node and returns the port."""
+        """Opens a listening socket for the next exchange led by this node and returns the port. Raises OSError if the
+        address is not of this node."""
         self._exchange_socket = network.exchange_socket(self.address)
         return int(self._exchange_socket.getsockname()[1])
 

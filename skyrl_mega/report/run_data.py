@@ -92,7 +92,7 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """Number of finished RL steps."""
+        """Number of finished RL steps, from the newest row of metrics; 0 before the first."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
     @property

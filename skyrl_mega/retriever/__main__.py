@@ -7,7 +7,13 @@ from skyrl_mega.config.command import guarded
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand named by the first argument; returns the exit code. Raises UserError for invalid input."""
+    """Runs the subcommand named by the first argument. Returns the exit code: 0 done, or 1 if the service of `run`
+    cannot be kept alive.
+
+    Raises:
+        UserError: The input is invalid, or a service does not answer a query.
+        OSError: A file cannot be written.
+    """
     if arguments[:1] == ["run"]:
         from skyrl_mega.cli.serve_retriever import main as run
 

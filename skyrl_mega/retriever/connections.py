@@ -57,7 +57,8 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
             self._wait()
 
     def on_response_complete(self) -> None:
-        """Marks a kept-alive connection as the next to close if there are too many; uvicorn closes it after 5 s."""
+        """Adds a connection kept alive after an answer to the connections to close if there are too many, the longest
+        waiting first. uvicorn closes the connection after 5 s without a request."""
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
             self.waiting[self] = None

@@ -151,7 +151,7 @@ class Index:
 
     def search(self, queries: Sequence[str], topk: int, method: str | None = None) -> list[list[Hit]]:
         """Returns the best passages of each query, best first: `topk`, or fewer if the index has fewer. BM25 leaves out
-        passages without a word of the query, so a query may have none.
+        passages without a word of the query, so a query may have none. [] without queries.
 
         Args:
             queries: Texts.

@@ -123,6 +123,7 @@ class RetrieverProcess:
 
         Raises:
             UserError: The service ended, or was not ready within 600 s.
+            OSError: The log cannot be written.
         """
         self._ready.unlink(missing_ok=True)  # left by a killed service
         self._spawn(0)

@@ -75,7 +75,7 @@ class ConcurrencySeries:
 
     def coarser(self, max_intervals: int) -> Self:
         """Returns the series with at most `max_intervals` intervals: of the points in each of equal time bins, the last
-        is kept."""
+        is kept. Returns this series if it has no more intervals."""
         if len(self.times) - 1 <= max_intervals:
             return self
         start, end = self.times[0], self.times[-1]

@@ -45,7 +45,8 @@ class MemoryMeter:
         self._events = (0, 0)
 
     def read(self) -> MemoryReading:
-        """Returns the memory use since the previous call and resets the peaks of this process."""
+        """Returns the memory use since the previous call and resets the peaks of this process. On a CPU only `peak`
+        (the process's resident memory) and `node` are measured."""
         node = self._node()
         if not self.cuda:
             return MemoryReading(self._resident(), node)

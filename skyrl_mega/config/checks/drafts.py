@@ -17,8 +17,8 @@ SUPPORTED = (*WEIGHTLESS, *(METHODS[name] for name in FROM_FILES))
 
 @raising
 def check_drafts(c: Config) -> Refusals:
-    """Raises a UserError for settings of draft tokens that contradict each other, have not been tried, or change the
-    distribution of the sampled tokens."""
+    """Raises a UserError for settings of draft tokens that contradict each other, have not been tried, change the
+    distribution of the sampled tokens, or cannot be repeated by a deterministic run."""
     r, given, method = c.rollout, c.rollout.options.get(OPTION), draft_method(c.rollout)
     yield from r.drafts.refusals()
     if given is not None and not isinstance(given, Mapping):

@@ -164,8 +164,9 @@ def check_topology(c: Config) -> Refusals:
 
 @raising
 def check_endpoints(c: Config) -> Refusals:
-    """Raises a UserError for settings that engines outside of the run (`rollout.endpoints`) cannot follow, and for
-    `cluster.shared` or `cluster.pools.engines` without engines of the run."""
+    """Raises a UserError for `cluster.shared` or `cluster.pools.engines` without engines of the run, and for settings
+    that servers in `rollout.endpoints` cannot follow: `policy.moe.replay=rollout`, `run.deterministic`, and on GPUs a
+    direct weight sync together with `cluster.shared`."""
     if not c.rollout.engines and c.cluster.shared:
         why = "rollout.engines = 0: no engine of the run shares the policy's GPUs"
         yield "cluster.shared", why, "give cluster.shared=false"

@@ -13,7 +13,13 @@ OFF = "or policy.moe.replay=off"
 
 @raising
 def check_replay(c: Config) -> Refusals:
-    """Raises a UserError if `policy.moe.replay` is impossible with other settings, or has no effect with them."""
+    """Raises a UserError if `policy.moe.replay` is impossible with other settings, or has no effect with them; not for
+    `off`.
+
+    Refused are a fused router and a MoE part recomputed by itself; with `policy` also a single optimizer step per step
+    and `algorithm.old_logprobs` other than `policy`; with `rollout` also data-parallel replicas in an engine, engines
+    without prefix caching, `mtp` drafts, and on GPUs `suffix` drafts.
+    """
     replay, options = c.policy.moe.replay, c.policy.options
     if replay == "off":
         return

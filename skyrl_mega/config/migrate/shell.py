@@ -80,7 +80,8 @@ class Script:
         continues with the variables of the first.
 
         Raises:
-            UserError: The script has too many commands, sourced scripts or characters in its values.
+            UserError: The script has too many commands, sourced scripts or characters in its values, or a sourced
+                script cannot be read.
         """
         self._read([*_separated(text)])
 
@@ -291,7 +292,7 @@ def read(path: Path) -> Script:
     """Reads a script file and returns the reader with the script's commands and variables.
 
     Raises:
-        UserError: The file cannot be read, or the script is too large.
+        UserError: The file or a sourced script cannot be read, or the script is too large.
     """
     script = Script(Variables(folder=str(path.parent)))
     script.read(script_text(path))

@@ -10,7 +10,8 @@ from skyrl_mega.config.other_programs.page import renewed
 
 
 def main() -> int:
-    """Regenerates the tables in the page named on the command line, in place; returns the exit code 0."""
+    """Regenerates the tables in the page named on the command line, in place; returns the exit code 0. Raises
+    OSError if the page cannot be read or written."""
     p = Parser(prog="python -m skyrl_mega.config.other_programs", description=__doc__, allow_abbrev=False)
     p.add_argument("page", type=path_of, help="docs/migration.md")
     page: Path = p.parse_args().page

@@ -232,7 +232,8 @@ class ApptainerContainer:
             limit: Maximum size of standard output, and of standard error, in bytes.
 
         Raises:
-            InfrastructureFault: The instance has ended, or the client does not work.
+            InfrastructureFault: The instance has ended, or the client does not work or was killed, as when the run
+                gives up on the environment's step.
         """
         # the client passes on variables with this prefix; as arguments they would stand in process lists
         given = {f"APPTAINERENV_{name}": value for name, value in (variables or {}).items()}

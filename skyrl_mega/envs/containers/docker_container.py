@@ -115,7 +115,8 @@ class CommandLineContainer:
             limit: Maximum size of standard output, and of standard error, in bytes.
 
         Raises:
-            InfrastructureFault: The container was ended from outside, or the client does not work.
+            InfrastructureFault: The container was ended from outside, or the client does not work or was killed, as
+                when the run gives up on the environment's step.
         """
         words = self.client.exec_words()
         words += ["--interactive"] if stdin else []

@@ -56,7 +56,8 @@ class ImageStore(Protocol):
         """Returns a text that differs between two stores of images."""
 
     def image_facts(self, image: str) -> tuple[str, int] | None:
-        """Returns id and size in bytes of an image on this machine; None without the image."""
+        """Returns id and size in bytes of an image on this machine; None without the image. Raises InfrastructureFault
+        if the runtime does not work."""
 
     def pull_image(self, image: str, timeout_s: float) -> CommandOutput:
         """Pulls an image from its registry, once; returns status and output. A failed pull raises nothing, nor does a

@@ -80,13 +80,15 @@ class GymEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Takes a step in the gymnasium environment with the action in the policy's text; returns its observation as a
-        message, its reward and its end, and in `metadata` the plain values of its info.
+        message, its reward and its end, and in `metadata` the plain values of its info, with `terminated` and
+        `truncated`. A step that ends the trajectory has no message.
 
-        A text without a valid action gets the option `invalid_reward` and an explanation; with `invalid_ends` the
-        trajectory ends.
+        A text without a valid action takes no step: it gets the option `invalid_reward`, an explanation as message, and
+        `metadata` {"invalid": True}; with `invalid_ends` the trajectory ends, without the explanation.
 
         Raises:
             UserError: The observation is not text.
+            Exception: The gymnasium environment raised it.
         """
         self.turns += 1
         move, wrong = self._move(action)

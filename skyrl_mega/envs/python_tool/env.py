@@ -57,6 +57,8 @@ class PythonToolEnv(BaseTextEnv):
         tags counts. A turn with neither gets an explanation.
 
         The reward of the right answer is 1. Any other end, also by `max_turns`, gets 0. The last turn runs no program.
+        `metadata` has at the end `parsed_answer` (None without an answer), and after a program `status`, `seconds` and
+        `tool_calls`.
 
         Raises:
             InfrastructureFault: The sandbox cannot start the program.

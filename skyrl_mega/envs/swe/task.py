@@ -163,7 +163,7 @@ def required_tests(lists: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_outside_link(path: Path, tasks: Path) -> None:
-    """Refuses a part of a task that is a link to a place outside the folder of tasks.
+    """Refuses a part of a task that is, or lies below, a link to a place outside the folder of tasks.
 
     Args:
         path: The part, which need not exist.

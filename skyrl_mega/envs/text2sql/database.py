@@ -45,7 +45,7 @@ class QueryResult:
 
     def text(self, max_characters: int) -> str:
         """Returns the table for the policy: a header, a row per line, at most `max_characters` characters, then a note
-        if rows are missing or none exist. After an error: `Error:` and the reason."""
+        if rows are missing or none exist. After an error: `Error:` and the reason, never cut."""
         if self.error is not None:
             return f"Error: {self.error}"
         lines = [" | ".join(self.columns), *(" | ".join(row) for row in self.rows)]

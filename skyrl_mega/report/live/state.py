@@ -61,7 +61,8 @@ class RunState:
     alarms: tuple[Alarm, ...]
 
     def at(self, now: float) -> dict[str, Any]:
-        """Returns the content of `/state.json`: the state as JSON values, with an alarm added if the run is silent.
+        """Returns the content of `/state.json`: the state as JSON values, with a first alarm added if a running run
+        without a fault has been silent for longer than usual.
 
         Args:
             now: Present time in seconds since 1970.

@@ -52,6 +52,7 @@ class Guarded:
 
     def close(self, failed: bool = False) -> None:
         """Finishes queued calls, closes the tracker and waits at most `CLOSE_S` seconds; then abandons the tracker.
+        Does nothing if no call was queued before.
 
         Args:
             failed: True if the run failed; passed to the tracker's `close`.

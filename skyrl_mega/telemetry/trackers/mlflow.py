@@ -89,8 +89,8 @@ class MlflowTracker:
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Creates an MLflow run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
-        beginning); returns a line with id and store. Errors of MLflow are let out; a repeated call continues the same
-        run."""
+        beginning); returns a line with id and store. Errors of MLflow are let out, and ValueError or
+        KeyError for a damaged file of sent steps; a repeated call continues the same run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
@@ -162,7 +162,8 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """Returns a name allowed by MLflow: other characters become `_`, as do empty parts and parts of dots alone."""
+    """Returns a name allowed by MLflow: other characters become `_`, as do empty parts and parts of dots alone. Cut to
+    `LONGEST_NAME` characters."""
     parts = (re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/"))
     return "/".join(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)[:LONGEST_NAME]
 

@@ -45,6 +45,6 @@ class TensorboardTracker:
         """Does nothing: event files hold no trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Closes the file."""
+        """Closes the event file; does nothing if `log` was not called."""
         if self._writer:
             self._writer.close()

@@ -119,7 +119,8 @@ class WandbTracker:
         self._trajectories = {step: trajectories}
 
     def close(self, failed: bool = False) -> None:
-        """Ends the wandb run, with exit code 1 if `failed`; a resume continues it."""
+        """Ends the wandb run, with exit code 1 if `failed`; a resume continues it. Does nothing if `start` created
+        none. Errors of wandb are let out."""
         if self._run is not None:
             self._run.finish(exit_code=1 if failed else 0)
 
