@@ -14,6 +14,7 @@ from skyrl_mega.common.errors import UserError
 
 PASSED, FAILED, TIMEOUT, CUT, RUNNING = "passed", "failed", "timeout", "cut short", "running"
 NOT_HERE, CUDA_ONLY, WAITING = "not here", "cuda only", "not yet"
+CHECKOUT = Path(__file__).parents[2]
 VERDICTS = (PASSED, FAILED, TIMEOUT, CUDA_ONLY)
 """Final statuses: a later call does not repeat such a proof."""
 
@@ -63,7 +64,8 @@ class Results:
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(self.kept, indent=1) + "\n")
+            # The file is kept and read elsewhere, so paths of this checkout are relative.
+            new.write_text(json.dumps(self.kept, indent=1).replace(f"{CHECKOUT}/", "") + "\n")
             new.replace(self.path)
         except OSError as error:
             raise UserError(

@@ -112,6 +112,12 @@ def test_what_the_end_of_a_call_cuts_short_has_no_verdict(path: Path) -> None:
     assert kept(path)["hangs"]["status"] == TIMEOUT
 
 
+def test_paths_of_the_checkout_are_kept_relative(path: Path) -> None:
+    saved = results(path)
+    saved.put(proof("good"), {"status": FAILED, "log": f"{ROOT}/benchmarks/gpu/head.py:84: a warning"})
+    assert kept(path)["good"]["log"] == "benchmarks/gpu/head.py:84: a warning"
+
+
 def test_results_of_another_device_are_kept_apart(path: Path, tmp_path: Path) -> None:
     """Saves results of an H100 and an H200 in separate files: a call on one device neither fails for the other's
     results nor mixes them."""
@@ -179,7 +185,7 @@ def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_the_list_tells_what_is_known(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results(path).put(next(p for p in PROOFS if p.name == "nccl"), {"status": PASSED})
-    assert main(["--list", "--results", str(path.parent), "--stage", "1"]) == 0
+    assert main(["--list", "--results", str(path.parent), "--earlier", str(path), "--stage", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [p.name for p in PROOFS if p.stage == 1]
     assert [line.split()[0] for line in lines if " passed " in line] == ["nccl"]
