@@ -224,7 +224,7 @@ class Fleet(SupervisedGroup):
 
         Raises:
             ActorFailed: An actor is given up, even if others run: its failure may have reached nobody, between two
-                requests. Or freeing memory for a restart failed.
+                requests. Or no actor is left, or freeing memory for a restart failed.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         running = super().running()

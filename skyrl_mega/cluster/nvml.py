@@ -14,7 +14,7 @@ class NvmlUnavailable(Exception):
 
 @contextlib.contextmanager
 def open_nvml(nvml: Any = None) -> Iterator[Any]:
-    """Yields nvidia-ml-py's module, initialised.
+    """Yields nvidia-ml-py's module, initialised, and shuts NVML down at the end of the `with` block.
 
     Args:
         nvml: The module `pynvml` or a substitute for tests; None imports the module.

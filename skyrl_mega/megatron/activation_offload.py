@@ -152,7 +152,7 @@ class SavedStorage:
     """The pages with the bytes; None for a storage never moved off the device."""
 
     def bytes(self) -> Tensor:
-        """Returns the storage as a uint8 tensor [size] on the device."""
+        """Returns the storage as a uint8 tensor [size] that shares its memory; the storage must be on the device."""
         assert self.storage is not None
         return torch.empty(0, dtype=torch.uint8, device=self.layer_pass.pages.device).set_(self.storage)
 

@@ -396,7 +396,9 @@ class MegatronActor:
             info: The fields of `weights.connection.Connection`.
 
         Raises:
-            TransportError: A process did not join within `Connection.timeout_s`; names the missing ranks.
+            TransportError: A process did not join within `Connection.timeout_s`, or the group was called off; names the
+                missing ranks or the cause.
+            UserError: The model cannot be split into a layout.
             AssertionError: The role is not synced, as a critic's.
         """
         from skyrl_mega.weights.connection import Connection

@@ -218,8 +218,8 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch, and returns name → metric over all ranks: `grad_norm` before
-        clipping, `lr`, and the loss's metrics, which are sums over the mini-batch (maxima for names with `_max`), not
-        means.
+        clipping, `lr`, and the loss's metrics: sums over the mini-batch, weighted like the loss (maxima for names with
+        `_max`).
 
         The mini-batch needs the columns of the loss, such as weights and advantages; parameters, gradients and
         optimizer must be on the device. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.

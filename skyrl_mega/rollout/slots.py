@@ -118,6 +118,7 @@ class SlotPlayer:
         Raises:
             ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout
                 worker is left.
+            WrongRoutes, UserError: As in the player's own `play`.
         """
         now = asyncio.get_running_loop().time
         begun = now()

@@ -344,7 +344,8 @@ def endpoint_spec(setup: Setup, entry: Mapping[str, str]) -> ActorSpec:
 
 
 def listed_nodes(resource: str | None, labels: Mapping[str, str]) -> Nodes:
-    """Returns the live nodes of the Ray cluster.
+    """Returns Ray's node id → address, number of engines offered and permission to run engines (`ListedNode`), of the
+    live nodes of the Ray cluster.
 
     Args:
         resource: Ray resource whose units are the engines that a node offers; None for no engine.

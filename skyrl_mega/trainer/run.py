@@ -193,7 +193,8 @@ class Run:
         saved.
 
         Raises:
-            EngineDiffers: The difference exceeds a stop bound of `health.mismatch`.
+            EngineDiffers: The difference reaches a stop bound of `health.mismatch`.
+            ActorFailed, ClusterError, OSError: As in `complete`, in place of EngineDiffers.
         """
         try:
             end_if_too_far(self.config, step.number, step.metrics)

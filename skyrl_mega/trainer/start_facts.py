@@ -41,6 +41,9 @@ def started_event(config: Config, hf: Mapping[str, Any]) -> Event:
     Args:
         config: The settings, with the device decided.
         hf: The model's config.json.
+
+    Raises:
+        UserError: config.json is not supported.
     """
     facts = {
         "algorithm": algorithm(config),
@@ -86,7 +89,7 @@ def algorithm(config: Config) -> str:
 
 def model(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns facts of the model: `path`, `type`, `parameters` (their number), `active` (number of the parameters of
-    matrices that a token is multiplied with) and `dtype`."""
+    matrices that a token is multiplied with) and `dtype`. Raises UserError if config.json is not supported."""
     decoder = architecture(dict(hf)).describe(dict(hf))
     return {
         "path": config.model.path,

@@ -48,7 +48,8 @@ class ServerAnswer:
             version: Version of these tokens, unless the chunk itself states versions.
 
         Raises:
-            ServerGone: A value is impossible, or there are more tokens than requested.
+            ServerGone: A value is impossible, the end is neither `stop` nor `length`, tokens come after the end, or
+                there are more tokens than requested. Nothing of the chunk is then added.
         """
         if len(chunk.tokens) != len(chunk.logprobs):
             raise ServerGone(f"{len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")

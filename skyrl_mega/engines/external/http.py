@@ -171,7 +171,8 @@ async def lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def is_loopback_url(url: str) -> bool:
-    """Returns True if the host of an address is this machine by name (`localhost`) or number, which no proxy serves."""
+    """Returns True if the host of an address is this machine by name (`localhost`) or number, which no proxy serves.
+    Raises httpx.InvalidURL for an address that is none."""
     host = httpx.URL(url).host
     try:
         return ipaddress.ip_address(host).is_loopback

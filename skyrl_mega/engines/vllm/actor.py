@@ -479,7 +479,8 @@ class VllmEngine:
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with
-        checksums, at the same time. The engine pauses meanwhile, and stays paused if a part is asleep or weights are
+        checksums, at the same time. An engine that read files compares with the weights last downloaded, without the
+        policy ranks. The engine pauses meanwhile, and stays paused if a part is asleep or weights are
         undefined. A difference raises nothing.
 
         Returns:

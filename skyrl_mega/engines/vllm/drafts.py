@@ -67,8 +67,8 @@ class Trial:
         self.drafting, self.left = self.best, HOLD
 
     def seconds(self, drafting: bool) -> float:
-        """Returns the measured seconds per token of a sequence, with or without drafts, from the last `PROBE` steps of
-        this way. The median of the steps ignores a pause.
+        """Returns the measured seconds per token of a sequence, with or without drafts: the median seconds of the last
+        `PROBE` steps of this way, which ignores a pause, over their mean number of tokens for a sequence.
 
         Raises:
             statistics.StatisticsError: No step was measured in this way.

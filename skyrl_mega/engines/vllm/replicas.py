@@ -30,8 +30,8 @@ class Replicas:
         self.affinity = PrefixAffinity()
 
     def take(self, request: Request) -> int:
-        """Returns the replica for a request and counts the request: the replica with the cached prefix, or the replica
-        with the fewest requests, the first of several."""
+        """Returns the replica for a request and counts the request: the replica with the cached prefix unless it is too
+        busy (`PrefixAffinity.choose`), or the replica with the fewest requests, the first of several."""
         replica = self.affinity.choose(request, self.requests)
         self.requests[replica] += 1
         self.of[request.id] = request, replica

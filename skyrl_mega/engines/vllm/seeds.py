@@ -66,8 +66,9 @@ class SeedsAhead:
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
         """Returns a seed for each of `rows` rows, int64 [N] on the CPU: the next of the row's generator in `generators`
-        (row → generator), or of torch's default generator for a row without one. The given generators themselves are
-        not advanced: their seeds come from copies made at the first call.
+        (row → generator), or of torch's default generator for a row without one. The default generator advances by
+        `rows` numbers in every call. The given generators themselves are not advanced: their seeds come from copies
+        made when the mapping is first given or has changed.
         """
         seeds = torch.randint(SEEDS, (rows,)).tolist()
         if generators != self.generators:

@@ -169,14 +169,16 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
-        """Receives this worker's weights again for comparison with the weights in place, which stay. Needs no
-        `start_weight_update`. A difference raises nothing.
+        """Receives this worker's weights again, or takes the weights last downloaded, for comparison with the weights
+        in place, which stay. Needs no `start_weight_update`. A difference raises nothing.
 
         Returns:
             Number of `parameters`, `bytes` received, and the names of `different` parameters, [] if all are equal.
 
         Raises:
-            RuntimeError: `init_transfer_engine` was not called before, or the policy did not send all weights.
+            RuntimeError: Neither `init_transfer_engine` nor `WorkerExtension.start_fetch` was called before, the
+                download has not ended, or the policy did not send all weights.
+            StoreError, DamagedFiles, Incomplete, UserError: The download failed.
             TransportError: A peer left, or did not answer within the connection's `timeout_s`.
             ChecksumError: A part was changed on the way.
         """
@@ -250,7 +252,7 @@ class WorkerExtension:
 
     def cache_room(self) -> tuple[int, int]:
         """Returns the size of this worker's cache, and the part taken by a sequence of any length besides its tokens,
-        both in tokens (`cache_groups.room`)."""
+        both in tokens (`cache_groups.room`); (0, 0) for a model without full attention."""
         return room(self.model_runner.kv_cache_config, self.vllm_config)
 
     def drop(self, parts: list[str]) -> None:
@@ -279,14 +281,14 @@ class WorkerExtension:
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """Receives this worker's weights again for comparison with the weights in place, which stay. A difference
-        raises nothing.
+        """Receives this worker's weights again, or takes the weights last downloaded, for comparison with the weights
+        in place, which stay. A difference raises nothing.
 
         Returns:
             Number of `parameters`, `bytes` received, and the names of `different` parameters, [] if all are equal.
 
         Raises:
-            RuntimeError, TransportError, ChecksumError: As in `ShardTransferEngine.compare`.
+            Exception: The errors of `ShardTransferEngine.compare`.
         """
         return self.weight_transfer_engine.compare()
 

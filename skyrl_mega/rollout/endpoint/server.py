@@ -75,7 +75,7 @@ class EndpointServer:
 
     def close(self, endpoint: AgentEndpoint) -> None:
         """Closes an endpoint: its key is refused from now on, its requests under way are cancelled and get
-        `SessionEnded`, and its further sockets are closed."""
+        `SessionEnded`, and its further sockets are closed. Does nothing for an endpoint closed before."""
         with self._lock:
             door = self._doors.pop(key_hash(endpoint.key), None)
         if door is not None:

@@ -45,6 +45,7 @@ class GroupPlayer:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or the restart budget is used up.
             WrongRoutes: An engine's routes do not match the tokens.
+            UserError: The chat template leaves out the assistant's words.
         """
         group = GroupRequest(prompt, tuple(names))
         for retries in itertools.count():

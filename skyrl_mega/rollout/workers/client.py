@@ -107,7 +107,8 @@ class WorkerClient:
 
         Raises:
             NoServingActor: No engine is left, in a phase.
-            ActorFailed: An engine refused a request, or no engine or worker is left and none restarts.
+            ActorFailed: An engine refused a request, no engine or worker is left and none restarts, or another error
+                ended the trajectory on the worker, such as WrongRoutes; the text names that error.
         """
         (trajectory,) = await self._play(prompt, sample, name)
         return trajectory

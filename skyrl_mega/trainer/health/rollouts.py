@@ -134,7 +134,7 @@ def equal_rewards(view: StepView) -> Finding | None:
     is nothing to learn unless advantages have another source. Else None.
 
     The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
-    and `nothing_left` if all answers earn the highest reward of the run.
+    and `nothing_left` if all answers earn the highest reward of the run, and an earlier mean was lower.
     """
     if not _none_differ(view, "rollout/groups_differ"):
         return None

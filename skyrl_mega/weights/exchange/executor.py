@@ -364,6 +364,7 @@ def read_from_owner(
 
     Raises:
         TransportError: The owner left, or did not answer before the deadline of the run.
+        ValueError: A parameter to receive is missing, or a type cannot be converted; see `Exchange.run`.
     """
     for bucket in buckets:
         with run.report.timed("wire_s"):

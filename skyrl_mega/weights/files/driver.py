@@ -98,7 +98,10 @@ class FileSync:
             fetch.
 
         Raises:
-            ActorFailed: A policy rank could not write, or the manifest could not be written.
+            ActorFailed: A policy rank could not write or did not answer in time, or the manifest could not be written.
+                A failed removal of old publications is only printed.
+            UserError: On a policy rank: fsspec lacks a package for the store, or the model cannot be split into a
+                layout.
         """
         metrics: dict[str, float] = {}
         if self.latest is None or self.latest.version != version:
