@@ -16,17 +16,17 @@ def _proof(name: str, about: str, entry: str, seconds: float, limit_s: float, **
 
 
 PROOFS = (
-    _proof("device", "what the GPU is, what it can do, and who NVML sees on it", "device:prove", 15, 60),
-    _proof("te_build", "Transformer Engine, brought or compiled, can be imported", "te:build", 30, 540, stage=2,
+    _proof("device", "what the GPU is, what it can do, and who NVML sees on it", "device:prove", 8, 60),
+    _proof("te_build", "Transformer Engine, brought or compiled, can be imported", "te:build", 20, 540, stage=2,
            makes=HELD, compiles=EXTENSION, compile_s=270),
     _proof("te_numbers", "FP8 products and parameters give bfloat16's steps; a checkpoint", "te_step:prove_numbers",
            60, 240, stage=2, needs=TE),
     _proof("te_train", "the slice's FP8 step: memory and speed", "te_step:prove", 110, 300, stage=2, needs=TE),
     _proof("te_speed", "where a step's time goes: precision, size, launches, waits", "te_speed:prove", 75, 200, stage=2,
            needs=TE),
-    _proof("exchange", "a TP8 worker's weights to a process on the same GPU", "exchange:prove", 90, 240),
-    _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 60, 150),
-    _proof("residency", "the policy leaves the GPU and returns: bytes, bits, seconds", "residency:prove", 60, 150,
+    _proof("exchange", "a TP8 worker's weights to a process on the same GPU", "exchange:prove", 35, 240),
+    _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 15, 150),
+    _proof("residency", "the policy leaves the GPU and returns: bytes, bits, seconds", "residency:prove", 50, 150,
            needs=MEGATRON),
     _proof("families", "every family's local layers beside the CPU", "families:prove", 80, 170, needs=MEGATRON),
     _proof("te_families", "every family on Transformer Engine beside the CPU", "families:prove_te", 80, 170, stage=2,

@@ -25,7 +25,7 @@ class Proof:
     entry: str
     """`module:function`; the function takes a `Bench`."""
     seconds: float
-    """Expected duration on an H100."""
+    """Expected duration on an H100 or H200."""
     limit_s: float
     """Time limit; a longer proof is killed."""
     stage: int = 1
