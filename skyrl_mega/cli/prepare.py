@@ -22,7 +22,7 @@ from skyrl_mega.telemetry.console import Console
 
 def prepare(config: Config, console: Console) -> Config:
     """Decides the device, builds an absent model (`model.build`) and creates absent data (`data.prepare`). An existing
-    model is not changed.
+    model is not changed. Prints the phases, and rows of new data whose reward no answer can earn.
 
     Call after `check_inputs`.
 
@@ -92,7 +92,8 @@ def with_device(config: Config, training: bool = True) -> Config:
 
     Raises:
         UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or
-            the installed packages are for GPUs but the device is a CPU; or the cluster at RAY_ADDRESS does not answer,
+            the installed packages are for GPUs but the device is a CPU; with `training`, the policy's precision, layers
+            or speed settings need another device or a missing package; or the cluster at RAY_ADDRESS does not answer,
             or there is none for two kinds of nodes.
         ClusterError: The nodes at RAY_ADDRESS did not join in time, or Ray refused the connection.
     """

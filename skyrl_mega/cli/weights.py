@@ -68,7 +68,8 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Starts policy and engines, synchronises twice, and compares every engine's parameters with the policy's.
+    """Starts policy and engines, synchronises twice, compares every engine's parameters with the policy's, and prints
+    the result; with `--json` as JSON. A failed actor or cluster is printed to standard error.
 
     Args:
         argv: The arguments after the subcommand `check`.
@@ -93,7 +94,8 @@ def check(argv: Sequence[str]) -> int:
 
 
 def logprobs(argv: Sequence[str]) -> int:
-    """Starts policy and engines, answers some prompts, and compares the log-probs of every sampled token.
+    """Starts policy and engines, answers some prompts, compares the log-probs of every sampled token, and prints the
+    result; with `--json` as JSON. A failed actor or cluster is printed to standard error.
 
     Args:
         argv: The arguments after the subcommand `logprobs`.

@@ -50,7 +50,8 @@ class RewardFunctionEnv(BaseTextEnv):
         """Refuses options that the function does not accept.
 
         Raises:
-            UserError: The function cannot be called with its form's arguments and these options.
+            UserError: The function does not accept its form's arguments and these options; or, in verl's form, has a
+                further parameter without a default. In TRL's form a column may give further parameters.
         """
         given = LISTS if cls.takes_lists else VERL_ARGUMENTS
         try:

@@ -98,7 +98,8 @@ def lines(series: Sequence[Series], log: bool = False, marks: Sequence[Mark] = (
     """Draws lines over steps; returns an empty drawing without a finite value.
 
     Args:
-        series: The lines. A line with more than `MOST` points is averaged.
+        series: The lines. A line with more than `MOST` points is averaged; `NOISY` points and more without a gap are
+            drawn faintly, with a smoothed line.
         log: True for a logarithmic vertical axis; values not above 0 then leave gaps, like None.
         marks: Events between steps.
     """

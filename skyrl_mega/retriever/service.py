@@ -137,7 +137,7 @@ class Service:
         Raises:
             HTTPException: 422 for an unknown method, 413 for too many queries or passages, 503 while the index is read
                 or too many queries are waiting.
-        Exception: The error of the search; the web framework then answers 500.
+            Exception: The error of the search; the web framework then answers 500.
         """
         method = question.method or self.method
         if method not in self.methods:

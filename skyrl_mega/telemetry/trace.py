@@ -54,6 +54,7 @@ def wall_clock(clock: float) -> float:
 
 class TraceWriter:
     """Writer of a trace, event by event. A context manager; the file appears when the block ends without an error.
+    Methods raise OSError if a file cannot be read or written.
 
     Args:
         file: Output path; ends in `.json.gz`.
@@ -132,6 +133,7 @@ class TraceWriter:
 
 def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
     """Writes events to a gzip file for `TraceWriter.append`, in place of an existing file; creates missing folders.
+    Raises OSError if the file cannot be written.
 
     Args:
         file: Output path.

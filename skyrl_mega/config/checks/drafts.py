@@ -17,8 +17,12 @@ SUPPORTED = (*WEIGHTLESS, *(METHODS[name] for name in FROM_FILES))
 
 @raising
 def check_drafts(c: Config) -> Refusals:
-    """Raises a UserError for settings of draft tokens that contradict each other, have not been tried, change the
-    distribution of the sampled tokens, or cannot be repeated by a deterministic run."""
+    """Raises a UserError for drafts without a needed directory or with an unused directory, and for suffix drafts in a
+    deterministic run.
+
+    Also for a `rollout.options.speculative_config` that is no mapping, contradicts `rollout.drafts`, names no tried
+    method or a method whose weights would be random, has no number of draft tokens, or accepts drafts at random.
+    """
     r, given, method = c.rollout, c.rollout.options.get(OPTION), draft_method(c.rollout)
     yield from r.drafts.refusals()
     if given is not None and not isinstance(given, Mapping):

@@ -87,9 +87,10 @@ ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
 
 @raising
 def check_rollout(c: Config) -> Refusals:
-    """Raises a UserError for contradicting limits on tokens or time in rollouts, evaluation and retrieval, for options
-    without a generator, for options of vLLM or of the chat template that the run sets itself, or for options of vLLM
-    that place weights in another way than a weight sync."""
+    """Raises a UserError for contradicting limits on tokens or time in rollouts, evaluation, retrieval and
+    `model.build`, for a top_k or top_p of 0, no engine at all, invalid `rollout.endpoints` or `retriever.url`, options
+    without a generator, options of vLLM or of the chat template that the run sets itself, malformed names of template
+    options, or options of vLLM that place weights in another way than a weight sync."""
     r, retriever, response = c.rollout, c.environment.retriever, response_limit(c.rollout)
     yield from r.sampling.refusals()
     yield from c.evaluation.refusals()
@@ -164,9 +165,10 @@ def check_topology(c: Config) -> Refusals:
 
 @raising
 def check_endpoints(c: Config) -> Refusals:
-    """Raises a UserError for `cluster.shared` or `cluster.pools.engines` without engines of the run, and for settings
-    that servers in `rollout.endpoints` cannot follow: `policy.moe.replay=rollout`, `run.deterministic`, and on GPUs a
-    direct weight sync together with `cluster.shared`."""
+    """Raises a UserError for `cluster.shared` without engines of the run, for `cluster.pools.engines` without engines
+    of the run now and later (`rollout.elastic.most`), and for settings that servers in `rollout.endpoints` cannot
+    follow: `policy.moe.replay=rollout`, `run.deterministic`, and on GPUs a direct weight sync together with
+    `cluster.shared`."""
     if not c.rollout.engines and c.cluster.shared:
         why = "rollout.engines = 0: no engine of the run shares the policy's GPUs"
         yield "cluster.shared", why, "give cluster.shared=false"

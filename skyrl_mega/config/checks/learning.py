@@ -101,8 +101,13 @@ def check_critic(c: Config) -> Refusals:
 
 @raising
 def check_asynchrony(c: Config) -> Refusals:
-    """Raises a UserError for settings incompatible with `asynchrony.mode`, such as shared GPUs, offloading, or a
-    staleness with `off`, and for staleness without an off-policy correction."""
+    """Raises a UserError for settings incompatible with `asynchrony.mode`.
+
+    With `off`: a non-default `max_staleness` above 0. With `one_step` and `full`: shared GPUs, offloading, and
+    staleness without an off-policy correction (`has_correction`). With `one_step`: a `max_staleness` above 1.
+    With `full`: `run.deterministic`, greedy answers, and dynamic sampling with another `mode` than filter or with
+    `oversample`.
+    """
     mode, staleness, corrected = c.asynchrony.mode, c.asynchrony.max_staleness, has_correction(c.algorithm)
     usual = staleness in (0, DEFAULT_STALENESS)
     if mode == "off":

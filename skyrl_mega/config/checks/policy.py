@@ -66,9 +66,11 @@ def check_replay(c: Config) -> Refusals:
 
 @raising
 def check_speed(c: Config) -> Refusals:
-    """Raises a UserError for a setting of speed or memory that is ignored or fails with other settings of the run.
+    """Raises a UserError for a setting of speed or memory of the policy that is ignored or fails with other settings.
 
-    Checks `fusions`, `recompute`, `offload_layers`, `moe.dispatcher` and `logit_chunk` of the policy.
+    Refused are `fusions` listed twice or without Transformer Engine's layers, and fusion `router` with replayed routes
+    or an auxiliary loss; `recompute=selective` without these layers; `offload_layers` with full recomputation;
+    `moe.dispatcher=deepep` without these layers or in another type than bfloat16; `logit_chunk` with `head=fused`.
     """
     p, local, default = c.policy, _no_transformer_engine(c), PolicyConfig().logit_chunk
     yield from _fusion_refusals(c, local)

@@ -257,7 +257,8 @@ def reference(value: Any, here: Sequence[str], argument: Any, state: Translation
 
 
 def home(text: str) -> str:
-    """Returns a path with a leading `~` replaced by a reference to the environment variable HOME."""
+    """Returns a path with a leading `~` of `~` or `~/…` replaced by a reference to the environment variable HOME; any
+    other path unchanged, `~user` included."""
     return "${oc.env:HOME}" + text[1:] if text == "~" or text.startswith("~/") else text
 
 

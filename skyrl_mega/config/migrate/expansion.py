@@ -101,7 +101,8 @@ class Variables:
     def words(self, word: Word) -> list[str]:
         """Expands a word as a shell does: replaces variables and splits unquoted values; returns any number of words.
 
-        A variable that the script does not assign becomes a reference to the environment, `${oc.env:NAME}`.
+        A variable that the script does not assign becomes a reference to the environment, `${oc.env:NAME}`. Notes used
+        defaults and variables of the environment for `assumptions`; `${X:=…}` also assigns the variable.
 
         Raises:
             Unresolved: The value depends on a command, or on a variable with an unknown value.

@@ -177,8 +177,8 @@ def _product(*factors: int | None) -> int | None:
 def steps_decide(t: TranslationState) -> None:
     """Sets `run.epochs` to `ENDLESS` if TRL's or slime's number of steps is given, so `run.steps` alone ends the run.
 
-    TRL and slime repeat the data until this number of steps. Changes the migration of `t` in place; does nothing in
-    other cases.
+    TRL and slime repeat the data until this number of steps. Changes the migration of `t` in place: the account gets a
+    row `added`, and a given number of epochs a row `dropped`. Does nothing in other cases.
     """
     steps, epochs = STEPS_DECIDE.get(t.program, ("", ""))
     if steps not in t.given or not t.migration.settings.get("run.steps"):

@@ -263,6 +263,7 @@ class ApptainerContainer:
 
         Raises:
             InfrastructureFault: The instance cannot be stopped in `timeout_s` seconds.
+            OSError: The file `disk` cannot be removed.
         """
         if self._timer is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -81,6 +81,7 @@ def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: 
     Raises:
         UserError: There is no such image, its registry refuses access, or `NOTES` belongs to another user.
         InfrastructureFault: The image cannot be pulled in time, or the runtime does not work.
+        OSError: A note on the image cannot be written below `NOTES`.
     """
     deadline = time.monotonic() + timeout_s
     folder = _folder(store)

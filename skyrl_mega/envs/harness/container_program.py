@@ -62,6 +62,7 @@ class ContainerProgram:
         Raises:
             UserError: The command is empty, a quotation is not closed, or a relative path with an ending in `SCRIPTS`
                 names no file.
+            OSError: A script cannot be read.
         """
         words, scripts = split(command, key), dict[str, bytes]()
         for place, word in enumerate(words[1:], 1):

@@ -63,7 +63,9 @@ def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
 
 
 def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
-    """Confines this process permanently to its working folder, limits and allowed system calls.
+    """Confines this process permanently to its working folder, limits and allowed system calls, and writes the files of
+    the order into the folder, which becomes the current one. A process of root changes to the user of the order. With
+    `confined` false in the order, only enters and fills the folder.
 
     Args:
         request: The order of `run.Sandbox`.

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 def make() -> str:
     """Creates an empty folder and returns its path. The folder is removed at the end of this process.
 
-    Mode 0711 lets other users pass through but not look inside.
+    Mode 0711 lets other users pass through but not look inside. Raises OSError if the folder cannot be created.
     """
     path = tempfile.mkdtemp(dir=_process_folder())
     os.chmod(path, 0o711)

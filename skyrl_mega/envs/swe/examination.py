@@ -97,7 +97,7 @@ class Examiner:
             deadline: End of the time limit on the clock `working_clock()`.
 
         Raises:
-            TimeoutError: The tests did not start in time.
+            TimeoutError: The tests took too long, or were cut, before an assertion for a canary was known.
             InfrastructureFault: A container does not start, or another trajectory's examination does not end.
             UserError: The test patch does not apply, the hidden files cannot be read, or a link in `hidden` leads out
                 of the folder of tasks.
@@ -209,6 +209,7 @@ def patch_changes(session: Session, patch: Path, seconds: float) -> Files:
         UserError: The patch does not apply, or the task's repository or image cannot be used.
         UnfitError: The patch cannot be copied into the session, or the changed files cannot be read.
         InfrastructureFault: The patch takes longer than `seconds`, or the session does not start or is lost.
+        OSError: The file `patch` cannot be read.
     """
     name = f".skyrl-{secrets.token_hex(8)}.patch"
     with _opened(session, seconds):

@@ -101,6 +101,7 @@ def write_tasks(args: argparse.Namespace, folder: Path) -> None:
     Raises:
         UserError: The rows cannot be read or have an unknown form, no row can be judged, `--image-format` or
             `--swebench-python` is wrong, or a file was changed since an earlier call.
+        OSError: A file cannot be written.
     """
     rows = list(_rows_of(args))
     if not rows:
@@ -147,8 +148,11 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         folder: The folder.
         files: Path below the folder → text.
 
+    Files before a refused file stay written; a file with the same content is written again.
+
     Raises:
         UserError: A file exists with other content.
+        OSError: A file cannot be written.
     """
     for path, text in files.items():
         data = text.encode()

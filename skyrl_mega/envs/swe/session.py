@@ -196,7 +196,7 @@ def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[s
         folders: Paths of the folders to list; None for `top` and all folders below.
 
     Raises:
-        OSError: A folder cannot be listed.
+        OSError: One of `folders` cannot be listed. With None, folders that cannot be listed are left out.
     """
     for folder in folders or (path for path, _, _ in os.walk(top)):
         with os.scandir(folder) as scan:

@@ -48,6 +48,7 @@ def write(folder: Path, seed: int) -> None:
 
     Raises:
         UserError: A file exists that was not written by this function, or was changed since.
+        OSError, sqlite3.OperationalError: A file cannot be written.
     """
     for index, (name, (table, label, group, groups, number, (low, high))) in enumerate(THEMES.items()):
         rng = np.random.default_rng([seed, index])

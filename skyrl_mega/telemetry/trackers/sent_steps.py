@@ -26,7 +26,8 @@ class SentSteps:
 
     def resume(self, resumed_step: int | None) -> str | None:
         """Reads the file, and returns the id of the store's run to continue; None if a new run must be created: without
-        a resumed step or without the file. Raises ValueError or KeyError for a damaged file.
+        a resumed step or without the file. Raises ValueError or KeyError for a damaged file, and
+        OSError for an unreadable file.
 
         Args:
             resumed_step: Last step of the checkpoint; None for a run from the beginning.
