@@ -59,7 +59,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Returns the newest intact checkpoint, or None without any, also without the folder; prints the damage of
-        newer checkpoints.
+        newer checkpoints, each once.
 
         Raises:
             UserError: All checkpoints are damaged, or the newest intact one, or a newer damaged one, was written by an

@@ -70,8 +70,8 @@ class Meters:
 
     def collect(self) -> dict[str, float]:
         """Waits up to `ANSWER_TIMEOUT_S` seconds for the step's readings and returns the metrics `memory/*`: maxima
-        over the actors of a role in GiB, and sums over the phases (`SUMS`); with draft tokens also `drafts/*`. Also
-        sets `steps`.
+        over the actors of a role in GiB, and for the readings in `SUMS` the largest reading of each phase, summed over
+        the phases; with draft tokens also `drafts/*`. Also sets `steps`, and forgets the readings.
 
         Dead or hanging actors are skipped; the next call to such an actor will raise.
         """
@@ -109,7 +109,13 @@ class Meters:
 
 
 def draft_metrics(engines: Sequence[Drafts]) -> dict[str, float]:
-    """Returns the metrics `drafts/*` of a step from the counts of its engines; {} if the engines wrote no token."""
+    """Returns the metrics `drafts/*` of a step from the counts of its engines, added up; {} if the engines wrote no
+    token.
+
+    `tokens_per_step` counts the steps of single sequences; `acceptance` is the accepted share of the drafted tokens,
+    left out if none was drafted; `suppressed` is the share of engine steps without drafts, left out if steps were not
+    counted.
+    """
     total = Counter[str]()
     for counts in engines:
         total.update(asdict(counts))

@@ -35,7 +35,8 @@ class Records:
         self._writing = self._thread.submit(parquet.write_apart, file, trajectories, columns=columns)
 
     def wait(self) -> None:
-        """Waits until the file of the last `write` is complete; returns at once if there is none.
+        """Waits until the file of the last `write` is complete; returns at once if there is none, or if an earlier call
+        has waited for it or raised its error.
 
         Raises:
             ClusterError: The trajectories' arrays are lost, or writing took too long.

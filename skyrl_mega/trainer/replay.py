@@ -56,8 +56,9 @@ def _needed(batch: Sequences) -> Tensor:
 def replay_metrics(updates: Sequence[Mapping[str, float]], compared: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics `replay/…` of a step from the sums of the optimizer steps; {} without replay.
 
-    Each token counts once per layer. `route_mismatch` is the share of replayed choices that the policy itself would
-    make differently.
+    Each token counts once per layer. `replayed_fraction` is the share of replayed choices among all, `route_mismatch`
+    the share of replayed choices that the policy itself would make differently, and `mismatched` the number of choices
+    of other experts than required. `route_mismatch_layer_<n>` is the share of a layer.
 
     Args:
         updates: Sums of all optimizer steps.

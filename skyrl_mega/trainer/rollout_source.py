@@ -125,8 +125,9 @@ class RolloutSource:
 
 
 def greedy_metrics(greedy: list[Trajectory]) -> dict[str, float]:
-    """Returns metrics of the step's greedy answers: tokens, the number of answers with a failed environment, and the
-    mean reward of the others, left out if there are none. Metrics of samples exclude greedy answers."""
+    """Returns metrics of the step's greedy answers: the sum of the policy's tokens (`rollout/greedy_tokens`), the
+    number of answers with a failed environment (`rollout/groups_without_baseline`), and the mean reward of the others
+    (`reward/greedy`), left out if there are none. Metrics of samples exclude greedy answers."""
     rewards = [t.reward for t in greedy if not t.status.failed]
     metrics = {
         "rollout/greedy_tokens": float(sum(t.written for t in greedy)),

@@ -92,7 +92,8 @@ class EndpointServer:
             self._accept(door, listening)
 
     def stop(self) -> None:
-        """Closes all endpoints and ends the server's thread; waits at most twice `END_S` seconds for the thread."""
+        """Closes all endpoints and ends the server's thread; waits at most twice `END_S` seconds for the thread. Does
+        nothing if the server does not run; a later `open` starts the server again."""
         with self._lock:
             doors, self._doors = list(self._doors.values()), {}
             thread, self._thread = self._thread, None

@@ -129,8 +129,9 @@ class Branch:
         return self._trajectory.turns
 
     async def sample(self, max_tokens: int | None = None) -> Branch:
-        """Returns this branch with further tokens of the policy: a new turn, or the rest of the turn in progress. A
-        branch that is `done` is returned as an unchanged copy.
+        """Returns this branch with further tokens of the policy: a new turn, or the rest of the turn in progress.
+        Without room for a token, or if the time is over before the first token, the returned branch is `done`. A branch
+        that is `done` is returned as an unchanged copy.
 
         Args:
             max_tokens: Most tokens to sample; None samples to the end of the turn. A turn ended by this limit alone
@@ -157,7 +158,7 @@ class Branch:
         environment ends the trajectory with a failed status. A branch that is `done` is returned as an unchanged copy.
 
         The first branch to continue takes the environment over. Any further branch gets a new environment, in which the
-        earlier turns are repeated.
+        earlier turns are repeated; with other answers than before, the environment counts as failed.
 
         Raises:
             GeneratorFault: There is no turn to judge, or `generate` has returned.

@@ -62,7 +62,8 @@ class Encoded:
 
 
 def encode(new: Bytes, old: Bytes | None, itemsize: int) -> Encoded:
-    """Returns the stored form of a chunk.
+    """Returns the stored form of a chunk: `PLAIN`, the bytes compressed, without `old`; `SAME`, no bytes, if nothing
+    changed; else the exact differences, `SPARSE`, or `DENSE` if more than `SPARSE_SHARE` of the elements changed.
 
     Args:
         new: Bytes of the chunk.
