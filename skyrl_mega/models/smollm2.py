@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
 
     Raises:
         UserError: An argument is wrong, or as in `write`.
+        OSError: A file cannot be written.
     """
     about = (__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m skyrl_mega.models.smollm2", description=about, allow_abbrev=False)

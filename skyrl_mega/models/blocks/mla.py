@@ -51,8 +51,8 @@ class LatentRope:
         (before). Without `rope_theta` the base is `ROPE_THETA`.
 
         Raises:
-            UserError: The scaling is neither none nor YaRN, a value of YaRN is missing or not supported, or only a part
-                of a head is rotated.
+            UserError: The scaling is neither none nor YaRN or no mapping, a value of YaRN is missing or not supported,
+                the base is no positive number, or only a part of a head is rotated.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}

@@ -41,7 +41,8 @@ class EndpointProtocol(TimeLimitedProtocol):
 
     @property
     def most_connections(self) -> int:
-        """Half of the process's limit of open files: agents of a thousand trajectories connect at once."""
+        """Half of the process's limit of open files, at least 16; half of `OPEN_FILES` without a limit. Agents of a
+        thousand trajectories connect at once."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return OPEN_FILES // 2 if soft == resource.RLIM_INFINITY else max(16, soft // 2)
 

@@ -234,7 +234,8 @@ class Router:
         self.running += trajectories
 
     def leave(self) -> None:
-        """Reports the end of a trajectory announced by `expect`, also of a failed or cancelled one."""
+        """Reports the end of a trajectory announced by `expect`, also of a failed or cancelled one, so that in lockstep
+        the requests of the others need not wait for it."""
         self.running -= 1
         self._schedule()
 
