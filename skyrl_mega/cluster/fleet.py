@@ -239,8 +239,8 @@ class Fleet(SupervisedGroup):
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
         Raises:
-            ActorFailed: An actor is given up, even if others run; names the root cause. Or freeing memory for a restart
-                failed.
+            ActorFailed: An actor is given up, even if others run; names the root cause. Or no actor is left, or freeing
+                memory for a restart failed.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:

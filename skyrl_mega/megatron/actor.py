@@ -352,6 +352,7 @@ class MegatronActor:
             UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
             OSError: On a rank that could not write.
             RuntimeError: On all other ranks, after an error on any rank; names the rank.
+            TransportError: A rank left, or the exchange of a file's tensors took too long.
         """
         self.rank.export(Path(path), Path(source))
 

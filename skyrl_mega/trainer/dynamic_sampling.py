@@ -40,8 +40,9 @@ class GroupSelection:
         return len(self.informative) > 0 and len(self.informative) / self.wanted >= share
 
     def prompts_to_sample(self, remaining: int) -> int:
-        """Returns the number of prompts for the next round, given `remaining` unused prompts in the data. Exceeds
-        `remaining` if the data cannot even supply the missing groups."""
+        """Returns the number of prompts for the next round: the missing groups times `oversample`, rounded up, at most
+        the `remaining` unused prompts of the data. Exceeds `remaining` if the data cannot even supply the missing
+        groups."""
         missing = self.wanted - len(self.informative)
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 

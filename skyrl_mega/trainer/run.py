@@ -203,8 +203,9 @@ class Run:
             raise
 
     def record_rollouts(self, step: Step) -> None:
-        """Records metrics of the step's trajectories, sends the trajectories to trackers, and starts to write the
-        trajectories to disk, both every `telemetry.trajectories_every` steps; `complete` waits for the file.
+        """Records metrics of the step's trajectories, and failed environments as an event. Every
+        `telemetry.trajectories_every` steps (0: never) also starts to write the trajectories to disk, and sends the
+        first `telemetry.tracked_trajectories` of them to trackers; `complete` waits for the file.
 
         Raises:
             UserError: All environments failed, or more than the share `environment.max_failed`.

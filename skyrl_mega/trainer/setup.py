@@ -315,13 +315,14 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
 
 def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[Prompt], list[Prompt]]:
-    """Loads the prompts of `data.train` and `data.eval`, and returns the two lists without prompts longer than
-    `rollout.max_prompt_tokens`. Prints the number of longer prompts.
+    """Loads the prompts of `data.train` and of `data.eval` (at most `evaluation.limit`; [] without files), and returns
+    the two lists without prompts longer than `rollout.max_prompt_tokens` or surely longer than a sequence. Prints the
+    number of longer prompts.
 
     Raises:
         UserError: A data file is invalid, an environment's class cannot be used, the chat template rejects a prompt or
-            cannot offer an environment's tools, all prompts of a setting are too long, or the training prompts left are
-            too few for a step.
+            cannot offer an environment's tools, a token is outside the model's vocabulary, all prompts of a setting are
+            too long, or the training prompts left are too few for a step.
     """
     kept: list[list[Prompt]] = []
     for key, files, limit in (

@@ -8,7 +8,8 @@ from skyrl_mega.engines.base import Drafts
 
 
 def request_drafts(tokens: int, metrics: Any) -> Drafts:
-    """Returns the counts of a finished request; `steps` and `suppressed` stay 0.
+    """Returns the counts of a finished request; `steps` and `suppressed` stay 0, and without `metrics` all but
+    `written`.
 
     Args:
         tokens: Number of tokens of the answer.

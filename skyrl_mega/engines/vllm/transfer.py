@@ -105,7 +105,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RuntimeError: Updates would not fill all parameters (`own_shard`).
             UserError: The model is not supported, or cannot be split over the engine's workers.
-            TransportError: A process did not join within the connection's `timeout_s`; names the missing ranks.
+            TransportError: A process did not join within the connection's `timeout_s`, or the group was called off;
+                names the missing ranks or the cause.
         """
         self.shutdown()
         self.own_shard()

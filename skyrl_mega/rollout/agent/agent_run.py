@@ -119,8 +119,9 @@ def _grade(
 
 
 def metrics(session: AgentSession) -> dict[str, float]:
-    """Returns the figures of a session by name: requests, conversations, sampled tokens that reached nobody (dropped),
-    in all and by reason, parameters not followed by the run, and assistant messages rendered as text."""
+    """Returns the figures of a session by name (`agent_…`): requests, conversations (`agent_branches`), sampled tokens
+    that reached nobody, in all and by reason (`agent_dropped_…`, 0 included), parameters not followed by the run, and
+    assistant messages rendered as text."""
     return {
         "agent_requests": session.requests,
         "agent_branches": len(session.tree.conversations()),

@@ -57,13 +57,14 @@ class CrashHistory:
 
     @property
     def together(self) -> int:
-        """Most trajectories on the worker of this quarantined trajectory, itself included."""
+        """Most trajectories on the worker of this quarantined trajectory, itself included: by the number of its crashes
+        (`TOGETHER`, else 1); 1 after another sample of the prompt failed."""
         return 1 if self.sibling_failed else TOGETHER.get(len(self.workers), 1)
 
     @property
     def failed(self) -> bool:
-        """True if the trajectory is not retried any more, after too many crashes while running alone
-        (`ALONE_CRASHES`)."""
+        """True if the trajectory is not retried any more, after too many crashes while running alone: `ALONE_CRASHES`,
+        or `ALONE_CRASHES_SIBLING` after another sample of the prompt failed."""
         return self.alone >= (ALONE_CRASHES_SIBLING if self.sibling_failed else ALONE_CRASHES)
 
     def record(self, worker: Any) -> None:
