@@ -260,7 +260,8 @@ class Engine(Protocol):
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with
-        checksums, at the same time. A difference raises nothing.
+        checksums, at the same time. An engine that read files compares with the weights last downloaded, without the
+        policy ranks. A difference raises nothing.
 
         Returns:
             For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters; [] from

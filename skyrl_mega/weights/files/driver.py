@@ -86,7 +86,7 @@ class FileSync:
     def sync(self, version: int, members: Sequence[int], inputs: SyncInputs) -> tuple[dict[int, str], dict[str, float]]:
         """Publishes the policy's present weights as `version` unless done already, lets engines fetch the weights, and
         removes old publications. If an engine cannot fetch changes, because it may have lost the earlier weights,
-        publishes a full image for that engine.
+        prints this and publishes the same version again as a full image, which the engines that failed then fetch.
 
         Args:
             version: Number of the weights.
