@@ -49,7 +49,8 @@ class SearchProgress:
     def running(self) -> Iterator[None]:
         """Makes the first Ctrl-C inside the block set `interrupted`; a second Ctrl-C ends the process.
 
-        Outside the main thread, signals are left alone.
+        Outside the main thread, signals are left alone. The end of the block restores the handler, and clears the
+        progress line of a terminal.
         """
         if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
             yield

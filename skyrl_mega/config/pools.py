@@ -47,7 +47,8 @@ def gpus_by_kind(config: Config) -> dict[str, int]:
 
 
 def label_of(pool: PoolConfig) -> tuple[str, str]:
-    """Returns key and value of the Ray label of a pool's nodes."""
+    """Returns key and value of the Ray label of a pool's nodes: `label`, or if null the accelerator that Ray names for
+    the pool's `gpu`."""
     if pool.label is None:
         return ACCELERATOR, GPUS[pool.gpu].ray
     key, _, value = pool.label.partition("=")

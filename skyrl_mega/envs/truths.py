@@ -15,7 +15,8 @@ SPECS = ("reward_spec", "reward_model")
 
 
 def wrong_text(truth: Any) -> str | None:
-    """Returns the reason why a ground truth is not a single non-empty text or number; None if valid.
+    """Returns the reason why a ground truth is not a single non-empty text or number; None if valid. NaN, and a JSON
+    object as text, are not valid.
 
     Args:
         truth: `reward_spec.ground_truth` of a row.

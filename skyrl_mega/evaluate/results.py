@@ -169,10 +169,10 @@ class Results:
 
     def write_parquet(self) -> None:
         """Writes the samples of each set to `<set>.parquet`, ordered by prompt and sample. Replaces each file
-        atomically. A set without samples gets a file without rows.
+        atomically. A set whose file of samples has no valid sample gets a file without rows.
 
         Raises:
-            OSError: A file cannot be written.
+            OSError: A file cannot be written, or a set has no file of samples.
         """
         for name, samples in self.samples.items():
             file = self.folder / f"{name}.parquet"

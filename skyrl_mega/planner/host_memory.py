@@ -281,7 +281,7 @@ class Disk:
 
 def disk(config: Config, decoder: Decoder) -> Disk:
     """Estimates the bytes of the checkpoints and of the export in a run's folder, over all nodes. Checkpoints count 0
-    if `checkpoint.every` is 0."""
+    if `checkpoint.every` is 0, and the export counts 0 without `checkpoint.export`."""
     trained = [(config, decoder), *[(critic_view(config), decoder.critic)] * has_critic(config)]
     checkpoint = sum(_model_bytes(settings, m) for settings, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:

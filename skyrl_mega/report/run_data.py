@@ -144,7 +144,8 @@ class RunData:
 
     @cached_property
     def findings(self) -> list[FindingKind]:
-        """Health findings by kind, ordered by their first step."""
+        """Health findings by kind, ordered by their first step: from the metrics `health/…`, and from the events
+        `health`, which give the text. Steps are those of the metrics, else the step of the first event."""
         first_seen: dict[str, tuple[int, str]] = {}
         for event in self.events:
             if event.kind == "health" and isinstance(step := event.facts.get("step"), int):

@@ -64,7 +64,8 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     """Returns the recipe and the number of passages of an index folder.
 
     Raises:
-        UserError: There is no index.json, the file is malformed, or the layout version differs.
+        UserError: There is no index.json, the file is malformed or names an unknown method, or its format version
+            differs.
     """
     file = folder / "index.json"
     if not file.exists():

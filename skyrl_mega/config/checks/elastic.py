@@ -10,7 +10,8 @@ from skyrl_mega.config.schema.fields import Refusals
 
 @raising
 def check_elastic(c: Config) -> Refusals:
-    """Raises a UserError for engines that may join a run with colocated, sleeping or repeatable engines."""
+    """Raises a UserError for engines that may join a run with colocated, sleeping or repeatable engines, and for
+    settings refused by `ElasticConfig.refusals`."""
     yield from c.rollout.elastic.refusals()
     if not c.rollout.elastic.most:
         return

@@ -152,7 +152,8 @@ def check_endpoint(c: Config) -> Refusals:
 
 @raising
 def check_topology(c: Config) -> Refusals:
-    """Raises a UserError for more NICs than GPUs, or for an invalid data parallel size or KV cache type of engines."""
+    """Raises a UserError for more NICs than GPUs, an invalid pool of nodes or a pool for shared GPUs
+    (`ClusterConfig.refusals`), or an invalid data parallel size or KV cache type of engines."""
     yield from c.cluster.refusals()
     data = c.rollout.options.get("data_parallel_size", 1)
     if not isinstance(data, int) or data < 1:
@@ -203,7 +204,9 @@ def check_own_engines(c: Config) -> Refusals:
 
 @raising
 def check_wire(c: Config) -> Refusals:
-    """Raises a UserError for engines with quantised weights in a format that no weight sync sends."""
+    """Raises a UserError for engines with quantised weights in a format that no weight sync sends: a
+    `quantization_config`, a `quantization` other than `ONLINE_FP8`, or parameters of an FP8 checkpoint in another form
+    than `CHECKPOINT` or without `weights.wire=fp8`."""
     options, key = c.rollout.options, "rollout.options.quantization"
     kind = options.get("quantization")
     if options.get("quantization_config"):

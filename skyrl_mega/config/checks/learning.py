@@ -80,8 +80,8 @@ def check_algorithm(c: Config) -> Refusals:
 
 @raising
 def check_critic(c: Config) -> Refusals:
-    """Raises a UserError for non-default critic settings without a critic, or with which critic or policy would never
-    be trained."""
+    """Raises a UserError for non-default settings of `critic` or `algorithm.gae` without a critic; with a critic, for a
+    `critic.value_clip` of 0, and for a critic's warm-up as long as the run."""
     if not has_critic(c):
         for group, settings, defaults in (
             ("critic", c.critic, CriticConfig()),

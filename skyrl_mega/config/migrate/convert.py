@@ -459,7 +459,7 @@ def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns for every setting in `here`, a limit for training, the larger of its present value and `value`, the limit
-    for evaluation.
+    for evaluation, cut to a whole number.
 
     Raises:
         Dropped: The value is no number.

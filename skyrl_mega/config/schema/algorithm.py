@@ -59,7 +59,9 @@ class KlConfig:
         return self.coefficient if self.where == "loss" else 0.0
 
     def refusals(self) -> Refusals:
-        """Yields refusals of KL settings without effect for the given `where`, or with a wrong gradient."""
+        """Yields refusals of KL settings without effect or with a wrong gradient: `target` in the loss; no coefficient,
+        `unbiased` or another `mean` in the reward; `unbiased` without a coefficient, or with an estimator other than k1
+        and k3."""
         if self.where == "loss" and self.target is not None:
             fix = "give algorithm.kl.where=reward, or algorithm.kl.target=null"
             yield "algorithm.kl.target", "the coefficient of a KL term in the loss is fixed", fix

@@ -101,7 +101,8 @@ class ClusterConfig:
     """Time limit of each preflight request to a node in seconds."""
 
     def refusals(self) -> Refusals:
-        """Yields refusals of more `topology.nics_per_node` than `gpus_per_node`, and of a pool for shared GPUs."""
+        """Yields refusals of more `topology.nics_per_node` than `gpus_per_node`, of an invalid pool
+        (`PoolConfig.refusals`), and of a pool for shared GPUs."""
         nics = self.topology.nics_per_node
         if nics is not None and nics > self.gpus_per_node:
             yield (

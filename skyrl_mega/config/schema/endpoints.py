@@ -132,7 +132,8 @@ def _refusals(key: str, entry: EndpointConfig) -> Refusals:
 
 
 def url_problem(url: str) -> str:
-    """Returns the reason why an address cannot be used; "" for a usable address."""
+    """Returns the reason why an address cannot be used; "" for a usable address: http or https, with a host, without
+    password, query and fragment, of at most `LONGEST` printable ASCII characters without spaces."""
     allowed = "allowed is http://host:port or https://…"
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > LONGEST:
         return f"{allowed}, of at most {LONGEST} printable ASCII characters without spaces"

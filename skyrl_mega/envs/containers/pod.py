@@ -27,7 +27,8 @@ ABOVE_LIMIT = re.compile(r"exceed(?:s|ed) .*limit", re.IGNORECASE)
 
 
 def manifest(name: str, image: str, options: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the manifest of a pod.
+    """Returns the manifest of a pod. If this process runs in a pod that names itself by `POD_NAME`, `POD_UID` and
+    `POD_NAMESPACE`, that pod becomes the owner: the cluster removes the new pod at its end.
 
     Args:
         name: Name of the pod.

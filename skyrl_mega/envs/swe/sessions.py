@@ -63,7 +63,7 @@ class Sessions:
 
 
 def session_class(path: str) -> type[Session]:
-    """Returns the class of a session that is not a container's.
+    """Returns the class of a session that is not a container's; imports a class of the user.
 
     Args:
         path: `local`, or an import path.

@@ -18,6 +18,9 @@ NON_SPACE = re.compile(r"\S")
 def solution(turns: Sequence[str]) -> str | None:
     """Returns the SQL of the policy's solution; None for a broken format.
 
+    The format: exactly one `<solution>…</solution>`, without tags of think, sql or observation inside; at least one
+    closed `<think>…</think>`; and `<think>` as the first text after each observation before the solution.
+
     Args:
         turns: Texts of the policy, one per turn; an observation came after each but the last.
     """
