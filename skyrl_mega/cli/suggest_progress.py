@@ -70,7 +70,7 @@ class SearchProgress:
 
 
 def describe(progress: SearchState) -> str:
-    """Returns the progress as a line: number of settings tried, and the fastest layout so far."""
+    """Returns the progress as a line: number of settings tried, and the fastest layout so far, if any."""
     tried = f"{progress.evaluated:,} settings tried for {progress.gpus} GPUs"
     if progress.best is None:
         return f"{tried}, none fits so far"

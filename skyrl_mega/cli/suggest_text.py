@@ -212,8 +212,8 @@ def values(report: Report) -> dict[str, Any]:
     """Returns all suggestions as plain values, in bytes and seconds.
 
     `room` (a memory warning) is given only for the first layouts, `why` only if nothing fits, `cut` only for an
-    incomplete search; else they are missing or null. `rows` are the distinct choices, with the index in `found`; `given`
-    are the settings as they are, `simulated` is null without simulations.
+    incomplete search; else they are missing or null. `rows` are the distinct choices, with the index in `found`;
+    `given` are the settings as they are, `simulated` is null without simulations.
     """
     search, rows, decoder = report.search, report.rows, report.decoder
     return {

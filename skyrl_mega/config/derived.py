@@ -285,7 +285,8 @@ def length_limit(rollout: RolloutConfig) -> int:
 
 
 def evaluation_sampling(config: Config) -> SamplingConfig:
-    """Returns the sampling settings of an evaluation: the training settings, overridden by `evaluation`."""
+    """Returns the sampling settings of an evaluation: the training settings, with temperature, top_p and
+    max_tokens of `evaluation` where given (not null)."""
     sampling, evaluation = config.rollout.sampling, config.evaluation
     return replace(
         sampling,

@@ -20,7 +20,8 @@ def engine_cluster(config: Config) -> ClusterConfig:
 
 
 def engine_view(config: Config) -> Config:
-    """Returns the settings with the engines' nodes as the only nodes: for formulas of engines, which read `cluster`."""
+    """Returns the settings with the engines' nodes as the only nodes: for formulas of engines, which read `cluster`.
+    Without a pool the settings are unchanged."""
     if config.cluster.pools.engines is None:
         return config
     return replace(config, cluster=engine_cluster(config))

@@ -32,7 +32,8 @@ class EntropyConfig:
     uses 0.2). The remaining tokens count as 0 in the mean and keep the KL and entropy terms. 1 uses all tokens."""
 
     def refusals(self) -> Refusals:
-        """Yields refusals of `top_share` 0, and of bounds or a step size with which the coefficient cannot adapt."""
+        """Yields refusals of `top_share` 0; with a `target`, of a step size of 0, of `least` not below `most`, and of a
+        coefficient outside of these."""
         key = "algorithm.entropy"
         if self.top_share == 0:
             yield (
