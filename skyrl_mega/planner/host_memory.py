@@ -199,7 +199,7 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     if `cluster.numa_nodes` or `cluster.host_memory_gib` is null.
 
     Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n. Raises UserError if a critic's layout
-    does not fit its ranks.
+    does not fit its ranks, and ValueError if `policy.micro_tokens` is not decided.
     """
     cluster = config.cluster
     if cluster.numa_nodes is None or cluster.host_memory_gib is None or on_cpu(config):

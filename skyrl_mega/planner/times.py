@@ -137,7 +137,8 @@ def step_time(
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Estimates a step's seconds for policy, critic and weight sync, by `cluster.rates.length_share`. Raises UserError
-    if the advantage estimator cannot be found, or the critic's layout does not fit its ranks."""
+    if the advantage estimator cannot be found, or the critic's layout does not fit its ranks, and ValueError if
+    `policy.micro_tokens` is not decided."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
@@ -154,7 +155,7 @@ def _single_copy_time(config: Config, decoder: Decoder) -> float:
 
 def critic_time(config: Config, decoder: Decoder) -> float:
     """Estimates the seconds of a critic's values and optimizer steps in a step; 0 without a critic. Raises UserError if
-    the critic's layout does not fit its ranks."""
+    the critic's layout does not fit its ranks, and ValueError if its micro-batch tokens are not decided."""
     parallel, view = critic_dims(config), critic_view(config)
     if parallel is None:
         return 0.0

@@ -13,6 +13,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: The input is invalid, or a service does not answer a query.
         OSError: A file cannot be written.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare` of the subcommand `run` failed.
     """
     if arguments[:1] == ["run"]:
         from skyrl_mega.cli.serve_retriever import main as run

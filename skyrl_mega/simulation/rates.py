@@ -40,7 +40,7 @@ class Rates:
         `length` replaces.
 
         Args:
-            config: The settings.
+            config: The settings, with `policy.micro_tokens` decided (else ValueError).
             model: The policy's model.
             parallel: The policy's layout.
             length: Mean tokens and turns of a trajectory.

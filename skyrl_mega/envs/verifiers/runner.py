@@ -330,8 +330,11 @@ def _version() -> str:
 
 
 def answer(command: str, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of a command; an error of the environment is a result too (`failure`). Changes the environment
-    variables of this process: `play` takes the policy's away, and `OWN` is removed from the environment's own.
+    """Returns the result of a command: for `check` `kind` and `verifiers` (its version), for `tasks` and `play` the
+    result of the method of `Classic` or `TaskSet`. An error of the environment is a result too (`failure`).
+
+    Changes the environment variables of this process: `play` takes the policy's away, and `OWN` is removed from the
+    environment's own.
 
     Args:
         command: `check`, `tasks` or `play`.
