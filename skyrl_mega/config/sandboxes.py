@@ -31,7 +31,8 @@ MIB = 2**20
 
 def default_total_mib(node_mib: float) -> int:
     """Returns the default memory limit, in MiB, for all programs of an environment together: an eighth of the node's
-    memory (at least `LEAST_TOTAL_MIB`), but at most a process for each of the default number of workers."""
+    memory (at least `LEAST_TOTAL_MIB`), but at most `SANDBOX_MEMORY_MIB` for each of the default number
+    of workers."""
     return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_WORKERS * SANDBOX_MEMORY_MIB))
 
 

@@ -92,7 +92,8 @@ class HarnessEnv(AgentEnv):
         """Tries what the judge starts on this machine (`try_machine` of its environment); starts no program.
 
         Raises:
-            UserError: The start fails, or `reward` is missing.
+            UserError: The start fails, or `reward` is missing or no judge.
+            Exception: The `try_machine` of the judge raised it, such as InfrastructureFault.
         """
         judge = _judge(options)
         judge.cls.try_machine(judge.options)

@@ -87,7 +87,8 @@ class SearchEnv(BaseTextEnv):
             For a query, a message with passages, and reward 0; for a turn with neither tag, the message of the option
             `invalid`, and 0. For an answer the end, with the score chosen by the option `reward`, or the option
             `wrong_answer` for a score of 0. A last turn without an answer ends with 0. A failed search is a message for
-            the policy, not an error.
+            the policy, not an error. `metadata` has `searches` (all so far) and `search_errors` (their failures),
+            after an answer also `answer`, `exact_match` and `f1`, and after a query `tool_calls`.
         """
         self.turns += 1
         tag = first_tag(action, "search", "answer")

@@ -108,7 +108,8 @@ class Text2SqlEnv(BaseTextEnv):
         last turn.
 
         A solution earns 1 for the gold query's rows, else 0; −1 for a broken format. Earlier turns earn 0. A failing
-        query is an observation for the policy, not an error.
+        query is an observation for the policy, not an error. `metadata` has in earlier turns `sql` (None without a
+        query) and after a query `error` and `tool_calls`.
 
         Raises:
             InfrastructureFault: The sandbox cannot start.
