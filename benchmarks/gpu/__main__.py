@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu.catalogue import PROOFS
 from benchmarks.gpu.plan import described
 from benchmarks.gpu.prepare import prepare
+from benchmarks.gpu.prepare_vllm import prepare_vllm
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.results import WAITING, Results, files, read, table
 from benchmarks.gpu.runner import ROOT, Call, expected_s, run, there
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="names the proofs and what is known of them, and runs none")
     add("--wheels", type=Path, metavar="FOLDER", help="packages to install first (.wheels; none for --rehearse)")
     add("--prepare", type=Path, metavar="FOLDER", help="brings these packages, on a machine with a network; runs none")
+    add("--prepare-vllm", type=Path, metavar="FOLDER", help="brings vLLM for a call of its own, likewise; runs none")
     add("--plan", action="store_true", help="says what the calls of a window will run, and runs none")
     add("--rehearse", action="store_true", help="on the CPU, with tiny sizes: proves the script, not the GPU")
     return parser
@@ -89,8 +91,11 @@ def _main(options: argparse.Namespace) -> int:
             raise UserError(f"--earlier {path}: no such file or folder; give results of an earlier call")
     if options.prepare:
         prepare(options.prepare, _say)
-    if options.prepare or options.plan:
-        print(described(chosen, wheels, options.results or Path("OUT"), KEPT.relative_to(ROOT)))
+    if options.prepare_vllm:
+        prepare_vllm(options.prepare_vllm, _say)
+    if options.prepare or options.prepare_vllm or options.plan:
+        vllm = options.prepare_vllm or ROOT / ".vllm"
+        print(described(chosen, wheels, vllm, options.results or Path("OUT"), KEPT.relative_to(ROOT)))
         return 0
     if not options.list and not options.rehearse:
         _refuse_without_a_gpu()

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
+from benchmarks.gpu.runner import there
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.engines.presence import CACHE, WEIGHTS
 
@@ -35,6 +36,8 @@ GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "F
 """vLLM's options for CUDA graphs of whole decoding steps without torch.compile."""
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment variable of Triton: a float32 product is not rounded to TF32, as in vLLM's kernels by default."""
+NO_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""Environment variable of vLLM without FlashInfer: vLLM samples with its own kernels."""
 
 
 def prove(bench: Bench) -> None:
@@ -73,6 +76,8 @@ def _prove(bench: Bench, dtype: str, order: Sequence[tuple[str, bool]], options:
     )
     spec = EngineSpec(str(bench.folder / "model"), dtype, bench.device.type, rollout, 128, sleeps=ENGINE)
     os.environ.update(environment(spec))
+    if not there("flashinfer"):
+        os.environ.update(NO_FLASHINFER)
     asyncio.run(_syncs(bench, hf, VllmEngine(spec), order))
 
 

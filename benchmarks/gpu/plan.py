@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.catalogue import TE
+from benchmarks.gpu.prepare_vllm import SCRIPT, VLLM
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.runner import LEAST_S, ROOT, expected_s
 from benchmarks.gpu.wheels import brings, held
 
 CALLS, CALL_S = 2, 400.0
 """Number of calls in a window of 900 s, machine start included, and seconds of each call."""
+UNPACKED = "/tmp/vllm-site"
+"""Folder of vLLM's packages on the GPU machine."""
 
 
 def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: float = CALL_S) -> list[list[Proof]]:
@@ -36,8 +39,16 @@ def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: floa
     return plans
 
 
-def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Path) -> str:
-    """Returns the commands of the calls and the proofs of each call."""
+def described(proofs: Sequence[Proof], wheels: Path, vllm: Path, results: Path, earlier: Path) -> str:
+    """Returns the commands of the calls and the proofs of each call.
+
+    Args:
+        proofs: Proofs to run.
+        wheels: Folder of packages (`--prepare`).
+        vllm: Folder of vLLM (`--prepare-vllm`).
+        results: Folder of results on the GPU machine.
+        earlier: Folder of results on this machine.
+    """
     lines: list[str] = []
     where = "" if wheels == ROOT / ".wheels" else f" --wheels {wheels}"
     calls = plan(proofs, wheels)
@@ -48,10 +59,14 @@ def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Pat
         lines += ["  " + ", ".join(f"{p.name} {expected_s(p, wheels):.0f}" for p in chosen)]
         lines += [f"  then copy {results}/*.json to {earlier}, where the next call finds them"]
     run = {proof.name for chosen in calls for proof in chosen}
+    apart = [p for p in proofs if VLLM in p.needs and not brings(wheels, VLLM)]
+    if apart and (vllm / SCRIPT).exists():
+        lines += _call_of_vllm(apart, wheels, vllm, results)
+        run |= {proof.name for proof in apart}
     late, absent = list[str](), dict[str, list[str]]()
     for proof in proofs:
         lacks = next((need for need in _needs(proof, wheels) if not brings(wheels, need)), None)
-        if lacks:
+        if lacks and proof.name not in run:
             absent.setdefault(lacks, []).append(proof.name)
         elif proof.name not in run:
             late.append(proof.name)
@@ -61,7 +76,22 @@ def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Pat
     ]
     if set(absent) & {*TE}:
         lines += [f"bring it first, on a machine with a network: python3 -m benchmarks.gpu --prepare {wheels}"]
+    if VLLM in absent:
+        lines += [f"bring it for a call of its own: python3 -m benchmarks.gpu --prepare-vllm {vllm}"]
     return "\n".join(lines)
+
+
+def _call_of_vllm(proofs: Sequence[Proof], wheels: Path, vllm: Path, results: Path) -> list[str]:
+    """Returns the lines of the call with vLLM: a separate call, because a call cannot carry both folders."""
+    seconds = sum(expected_s(proof, wheels) for proof in proofs)
+    names = " ".join(proof.name for proof in proofs)
+    there = vllm.relative_to(ROOT) if vllm.is_relative_to(ROOT) else vllm
+    return [
+        f"a call in another window, or in place of one of these, {seconds:.0f} s expected, carries the repository and "
+        f"{vllm.name}, without {wheels.name} (one call cannot carry both):",
+        f"  bash {there}/{SCRIPT} {UNPACKED} && PYTHONPATH={UNPACKED} python3 -m benchmarks.gpu --only {names} "
+        f"--budget {CALL_S:.0f} --results {results}",
+    ]
 
 
 def _needs(proof: Proof, wheels: Path) -> tuple[str, ...]:

@@ -28,7 +28,10 @@ LIMIT_MIB = 64
 """Upper bound of a call's files, the repository included."""
 WORK = ROOT / "build" / "gpu_wheels"
 """Work folder: full wheels, an environment with the GPU machine's torch, and object files. A later call reuses them."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    *("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64"),
+    "manylinux2014_x86_64",
+)
 MIB = 2**20
 
 
@@ -40,19 +43,24 @@ def prepare(folder: Path, say: Callable[[str], None]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
-    versions = dict(line.split("==") for line in LOCK.read_text().splitlines() if re.match(r"[\w.-]+==[\w.]+$", line))
-    wanted = [name for name in PACKAGES if not _files(folder, name, versions[name])]
+    versions = locked()
+    wanted = [name for name in PACKAGES if not files_of(folder, name, versions[name])]
     if wanted:
         say(f"downloading {', '.join(wanted)}")
-        _download(folder, [f"{name}=={versions[name]}" for name in wanted])
-    if not _files(folder, CORE, versions[CORE]):
+        download(folder, [f"{name}=={versions[name]}" for name in wanted])
+    if not files_of(folder, CORE, versions[CORE]):
         _bring_core(folder, versions[CORE], say)
-    if not compiled(_files(folder, EXTENSION, versions[EXTENSION])):
+    if not compiled(files_of(folder, EXTENSION, versions[EXTENSION])):
         _bring_extension(folder, versions[EXTENSION], say)
-    _say_sizes(folder, say)
+    say_sizes(folder, say)
 
 
-def _files(folder: Path, name: str, version: str) -> list[Path]:
+def locked() -> dict[str, str]:
+    """Returns the version of each package in the list for CUDA."""
+    return dict(line.split("==") for line in LOCK.read_text().splitlines() if re.match(r"[\w.-]+==[\w.]+$", line))
+
+
+def files_of(folder: Path, name: str, version: str) -> list[Path]:
     """Returns a folder's files of a package."""
     return sorted(folder.glob(f"{name.replace('-', '_')}-{version}[-.]*"))
 
@@ -64,7 +72,12 @@ def _pip(python: Path | str, *arguments: str, env: dict[str, str] | None = None)
         raise UserError(f"--prepare: pip {arguments[0]} failed: {''.join(last)}; run it again to go on from here")
 
 
-def _download(folder: Path, packages: list[str]) -> None:
+def download(folder: Path, packages: list[str]) -> None:
+    """Downloads wheels for the GPU machine, without their dependencies.
+
+    Raises:
+        UserError: pip cannot fetch a package.
+    """
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     target = ["--python-version", PYTHON, "--implementation", "cp", "--only-binary=:all:", "--no-deps", *platforms]
     _pip(sys.executable, "download", "--quiet", *target, "-d", str(folder), *packages)
@@ -72,10 +85,10 @@ def _download(folder: Path, packages: list[str]) -> None:
 
 def _bring_core(folder: Path, version: str, say: Callable[[str], None]) -> None:
     """Writes Transformer Engine's core with Hopper's device code only; the wheel's name gets a build tag."""
-    if not _files(WORK, CORE, version):
+    if not files_of(WORK, CORE, version):
         say(f"downloading {CORE}")
-        _download(WORK, [f"{CORE}=={version}"])
-    (whole,) = _files(WORK, CORE, version)
+        download(WORK, [f"{CORE}=={version}"])
+    (whole,) = files_of(WORK, CORE, version)
     head = f"{CORE.replace('-', '_')}-{version}-"
     say(f"shrinking {whole.name} ({whole.stat().st_size / MIB:.0f} MiB) to sm_90")
     shrink_wheel(whole, folder / f"{head}1sm90-{whole.name.removeprefix(head)}")
@@ -100,11 +113,11 @@ def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> 
             *("numpy", "setuptools<82", "wheel", "ninja", "pybind11"),
         )
         (environment / ".ready").touch()
-    if not _files(WORK, EXTENSION, version):
+    if not files_of(WORK, EXTENSION, version):
         how = ["--no-deps", "--no-binary=:all:", "--no-build-isolation"]
         env = {**os.environ, "NVTE_FRAMEWORK": "pytorch"}
         _pip(interpreter, "download", "--quiet", *how, "-d", str(WORK), f"{EXTENSION}=={version}", env=env)
-    (source,) = _files(WORK, EXTENSION, version)
+    (source,) = files_of(WORK, EXTENSION, version)
     if missing:
         say(f"{EXTENSION} comes as source, which te_build compiles on the GPU host: no {', '.join(missing)} here")
         shutil.copy(source, folder)
@@ -132,7 +145,7 @@ def _host_python() -> str | None:
     return None
 
 
-def _say_sizes(folder: Path, say: Callable[[str], None]) -> None:
+def say_sizes(folder: Path, say: Callable[[str], None]) -> None:
     """Prints the size of each file, and the total with the repository against the limit of a call."""
     sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir()) if f.is_file()}
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")

@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.gpu import prepare as command
 from benchmarks.gpu.catalogue import PROOFS
-from benchmarks.gpu.fatbin import shrink, shrink_wheel
+from benchmarks.gpu.fatbin import HEADER, MACHINE_CODE, PTX, shrink, shrink_wheel, smallest_foreign
 from benchmarks.gpu.plan import CALL_S, described, plan
 from benchmarks.gpu.runner import expected_s
 from tests.benchmarks.proofs import proof
 
 
-def fatbin(*entries: tuple[int, bytes]) -> bytes:
+def fatbin(*entries: tuple[int, bytes], kind: int = MACHINE_CODE) -> bytes:
     """Returns a fat binary in nvcc's format: each entry is an architecture and its code."""
-    body = b"".join(struct.pack("<HHIQ12xI32x", 2, 0x101, 64, len(code), arch) + code for arch, code in entries)
+    body = b"".join(struct.pack("<HHIQ12xI32x", kind, 0x101, 64, len(code), arch) + code for arch, code in entries)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
@@ -27,13 +27,13 @@ CODE = fatbin((80, b"ampere!!" * 5), (90, b"hopper!!" * 7), (100, b"blackwell!!!
 
 def test_other_architectures_are_taken_out_and_nothing_moves() -> None:
     image = b"head" + CODE + b"between" + CODE + b"tail"
-    small = shrink(image, frozenset({90}))
+    small = shrink(image)
     kept = fatbin((90, b"hopper!!" * 7))
     assert len(small) == len(image)
     assert small.index(kept) == 4 and small.count(kept) == 2
     assert b"ampere" not in small and b"blackwell" not in small
     assert small.endswith(b"tail") and small[4 + len(CODE) :].startswith(b"between")
-    assert shrink(small, frozenset({90})) == small
+    assert shrink(small) == small
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,27 @@ def test_other_architectures_are_taken_out_and_nothing_moves() -> None:
     ],
 )
 def test_what_is_not_understood_stays_as_it_is(image: bytes) -> None:
-    assert shrink(image, frozenset({90})) == image
+    assert shrink(image) == image
+
+
+def both(machine_code: bytes, ptx: bytes) -> bytes:
+    """Returns a fat binary with the entries of two."""
+    body = machine_code[HEADER.size :] + ptx[HEADER.size :]
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_ptx_stays_only_without_machine_code() -> None:
+    code, ptx = fatbin((90, b"hopper!!")), fatbin((90, b"text....text...."), (80, b"old text"), kind=PTX)
+    small = shrink(both(code, ptx))
+    assert small.startswith(code) and not small[len(code) :].strip(b"\0")
+    assert shrink(ptx).startswith(fatbin((90, b"text....text...."), kind=PTX)) and b"old text" not in shrink(ptx)
+
+
+def test_the_spare_code_is_the_smallest_machine_code_of_another_gpu() -> None:
+    others = fatbin((80, b"ampere!!" * 5), (75, b"turing!!" * 2), (90, b"hopper!!"))
+    image = b"head" + others + both(fatbin((90, b"hopper!!")), fatbin((75, b"text"), kind=PTX))
+    assert smallest_foreign(image) == fatbin((75, b"turing!!" * 2))[HEADER.size :]
+    assert smallest_foreign(fatbin((90, b"hopper!!"))) == b""
 
 
 def test_a_wheel_keeps_its_files(tmp_path: Path) -> None:
@@ -78,7 +98,7 @@ def test_preparing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
         (folder / f"transformer_engine_torch-{version}-cp312-cp312-linux_x86_64.whl").touch()
 
     monkeypatch.setattr(command, "WORK", tmp_path / "work")
-    monkeypatch.setattr(command, "_download", download)
+    monkeypatch.setattr(command, "download", download)
     monkeypatch.setattr(command, "_bring_extension", compiled)
     lines: list[str] = []
     command.prepare(tmp_path / "wheels", lines.append)
@@ -124,12 +144,12 @@ def test_a_proof_that_does_not_fit_leaves_room_for_others(tmp_path: Path) -> Non
 
 
 def test_the_plan_says_what_is_absent_and_how_to_bring_it(brought: Path, tmp_path: Path) -> None:
-    text = described(PROOFS, brought, Path("OUT"), Path("kept"))
+    text = described(PROOFS, brought, tmp_path / "vllm", Path("OUT"), Path("kept"))
     assert "no call has time for: " in text and "does not bring vllm, which these need: vllm" in text
-    assert "--prepare" not in text
+    assert "--prepare " not in text and f"--prepare-vllm {tmp_path / 'vllm'}" in text
     nothing = tmp_path / "nothing"
-    text = described(PROOFS, nothing, Path("OUT"), Path("kept"))
+    text = described(PROOFS, nothing, tmp_path / "vllm", Path("OUT"), Path("kept"))
     assert "call 1" in text and "call 2" not in text and "no call has time" not in text
     assert "nothing does not bring megatron.core, which these need: te_numbers" in text
     assert "nothing does not bring transformer_engine, which these need: te_build" in text
-    assert text.endswith(f"--prepare {nothing}")
+    assert f"--prepare {nothing}" in text
