@@ -38,6 +38,8 @@ twice."""
 CACHE_OPTIONS = ("disable_hybrid_kv_cache_manager", "disable_sliding_window")
 """vLLM arguments without caches of bounded size: layers with windows then keep every token or all layers see a window
 only, and layers with states fail."""
+CUT_SHARED = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided", "moonep")
+"""vLLM's values of `all2all_backend` with which replicas cut shared experts; plans and the sync count whole ones."""
 FREE = ("max_position_embeddings", "quantization_config")
 """Keys of config.json that may differ in an engine; FP8 has checks of its own (`config.checks.engines`)."""
 NAMES = ("architectures", "model_type")
@@ -127,6 +129,19 @@ def _check_caches(config: Config, decoder: Decoder) -> None:
             )
 
 
+def _check_all_to_all(config: Config, decoder: Decoder) -> None:
+    """Refuses `CUT_SHARED` for replicas of a model whose shared experts are planned whole in every worker."""
+    chosen, shared = config.rollout.options.get("all2all_backend"), decoder.experts and decoder.experts.shared
+    replicas = config.rollout.tensor > 1 and engine_data(config.rollout) > 1 and expert_parallel(config.rollout)
+    if chosen in CUT_SHARED and replicas and shared and shared.engine_whole:
+        raise UserError(
+            "vLLM then cuts the shared experts, which are planned and sent whole",
+            key="rollout.options.all2all_backend",
+            value=shown(chosen),
+            fix="leave it out",
+        )
+
+
 def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:
     """Returns True if config.json describes the same layers with another value of a key."""
     changed = {**hf, key: value}
@@ -156,6 +171,7 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     decoder = kind.describe(hf)
     _check_overrides(config, hf)
     _check_caches(config, decoder)
+    _check_all_to_all(config, decoder)
     if fp8_weights(config.rollout):
         for block in decoder.parts:
             block.check_fp8("rollout.options")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cli.layout_checks import check_engine
+from skyrl_mega.cli.layout_checks import CUT_SHARED, check_engine
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, RolloutConfig
@@ -93,3 +93,26 @@ def test_caches_of_bounded_size_stay_bounded(option: str) -> None:
     check_engine(config, known("Qwen3-30B-A3B"))
     config.rollout.options[option] = False
     check_engine(config, known("gpt-oss-20b"))
+
+
+def test_replicas_with_whole_shared_experts_need_an_exchange_that_keeps_them_whole() -> None:
+    """Compares with the list in vLLM's source: only these exchanges keep shared experts whole in every worker."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.origin).with_name("config").joinpath("parallel.py").read_text()
+    known_names = re.search(r"^All2AllBackend = Literal\[(.*?)^\]", source, re.DOTALL | re.MULTILINE)
+    whole = re.search(r"def use_sequence_parallel_moe.*?in \((.*?)\)", source, re.DOTALL)
+    assert known_names and whole
+    replaced = {"naive", "pplx"}  # vLLM takes the default in their place
+    cut = {*re.findall(r'"(\w+)"', known_names[1])} - {*re.findall(r'"(\w+)"', whole[1])} - replaced
+    assert cut == {*CUT_SHARED}
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": "moonep"}
+    rollout = RolloutConfig(options=options, tensor=2, max_length=1024)
+    with pytest.raises(
+        UserError, match=r'^rollout.options.all2all_backend = "?moonep"?: .*shared experts.*leave it out'
+    ):
+        check_engine(Config(rollout=rollout), known("DeepSeek-V3"))
+    check_engine(Config(rollout=rollout), known("Qwen3-30B-A3B"))
+    rollout.options["all2all_backend"] = "deepep_low_latency"
+    check_engine(Config(rollout=rollout), known("DeepSeek-V3"))
