@@ -105,8 +105,17 @@ class Allocation:
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:
-        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`. Raises
-        KeyError if one of theirs is missing, ValueError if one is no number."""
+        """Returns the allocation described by the environment variables of Slurm and of `launch/slurm.sh`.
+
+        Args:
+            folder: Folder shared by the job's nodes.
+            env: The environment variables.
+
+        Raises:
+            KeyError: `SLURMD_NODENAME`, `SLURM_PROCID`, `SLURM_CPUS_ON_NODE`, `SLURM_JOB_ID` or `SKYRL_MEGA_NODES` is
+                missing. Other variables have defaults.
+            ValueError: `SLURM_PROCID`, `SLURM_CPUS_ON_NODE`, `SLURM_GPUS_ON_NODE` or `SKYRL_MEGA_START_S` is no number.
+        """
         return cls(
             folder=folder,
             node=env["SLURMD_NODENAME"],

@@ -54,7 +54,9 @@ class AgentEndpoint:
     without a limit."""
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables by which the SDKs of OpenAI and Anthropic find the endpoint."""
+        """Returns the environment variables by which an agent finds the endpoint: `OPENAI_BASE_URL`, `OPENAI_API_BASE`,
+        `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` for the SDKs; `MODEL_NAME`; and `NO_PROXY` and
+        `no_proxy` with loopback only, in place of the user's own values."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_BASE": f"{self.url}/v1",

@@ -137,8 +137,8 @@ class MegatronActor:
         The policy's weights stay unchanged. A collective of all ranks.
 
         Raises:
-            UserError: A tensor is missing or has another shape; an earlier reference stays.
-            Damaged: A file is corrupted; an earlier reference stays.
+            UserError: A tensor is missing or has another shape, or a file is truncated; an earlier reference stays.
+            Damaged: The content of a file is corrupted; an earlier reference stays.
         """
         self.rank.keep_reference(Path(path))
 

@@ -195,8 +195,8 @@ class ModelWorker:
         collective of all ranks.
 
         Raises:
-            UserError: A tensor is missing or has another shape; an earlier reference stays.
-            Damaged: A file is corrupted; an earlier reference stays.
+            UserError: A tensor is missing or has another shape, or a file is truncated; an earlier reference stays.
+            Damaged: The content of a file is corrupted; an earlier reference stays.
         """
         with self.resident.onloaded("parameters"):
             self._gather_policy_weights()

@@ -164,14 +164,17 @@ class Asynchronous:
     def restore(self, folder: Path) -> str:
         """Restores what `save` wrote: finished groups, and finished samples and recorded turns of unfinished groups.
 
+        Restores only the position in the data if the saved groups are discarded, and nothing if none were saved.
+
         Returns a line about the restored or discarded groups; empty if there were none.
 
         Args:
             folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
-                saved run's.
+            UserError: `rollouts.json` cannot be read, or the number of data rows, the seed or the shuffling differs
+                from the saved run's.
+            OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(saved, tuple):

@@ -154,8 +154,9 @@ class OneStepAhead:
             folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
-                saved run's.
+            UserError: `rollouts.json` cannot be read, or the number of data rows, the seed or the shuffling differs
+                from the saved run's.
+            OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.source.prompts)
         if not isinstance(saved, tuple):

@@ -76,8 +76,9 @@ class RolloutSource:
             folder: The checkpoint's folder for rollouts.
 
         Raises:
-            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
-                saved run's.
+            UserError: `rollouts.json` cannot be read, or the number of data rows, the seed or the shuffling differs
+                from the saved run's.
+            OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read.
         """
         kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""

@@ -56,8 +56,9 @@ class Rollouts(Protocol):
         groups, with the reason; empty if nothing was saved.
 
         Raises:
-            UserError: A file cannot be read, or the number of data rows, the seed or the shuffling differs from the
-                saved run's.
+            UserError: `rollouts.json` cannot be read, or the number of data rows, the seed or the shuffling differs
+                from the saved run's.
+            OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read.
         """
 
     def close(self) -> None:

@@ -77,10 +77,13 @@ def read(
 
     Returns:
         The state given to `write`, and the trajectories. None if nothing was saved: then nothing is changed.
-        `Discarded` if settings or prompts differ: then the prompts not yet trained on are put back into the stream.
+        `Discarded` if the files' format, a setting or the messages of a prompt differ: then the prompts not yet trained
+        on are put back into the stream.
 
     Raises:
-        UserError: A file cannot be read, or the stream's data or seed changed (`PromptStream.restore`).
+        UserError: `rollouts.json` cannot be read, or the number of data rows, the seed or the shuffling changed.
+        OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read, or was not written by
+            `write`.
     """
     if not (folder / _STATE).exists():
         return None

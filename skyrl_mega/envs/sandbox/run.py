@@ -127,14 +127,15 @@ class Sandbox:
         return cls(CommandLimits(**values), without, name=key)
 
     def check(self, key: str = "sandbox") -> None:
-        """Checks the confinements and limits by running an empty program on this machine.
+        """Checks the confinements and limits by running an empty program on this machine. Returns None. Not for a
+        sandbox with `confined` False: confinements are demanded here all the same.
 
         Args:
             key: Name of the sandbox's setting, for errors.
 
         Raises:
-            UserError: A required confinement is missing, the interpreter is unreachable inside, or the limits are too
-                small.
+            UserError: A confinement not named in `without` is missing, the interpreter is unreachable inside, or the
+                limits are too small.
             InfrastructureFault: The trial of the confinements does not start.
         """
         missing = [

@@ -184,8 +184,9 @@ class SweEnv(BaseTextEnv):
         """Runs the command in `<bash>` and returns its output, or judges the work after `<submit/>`; the first of the
         two tags counts.
 
-        The last turn (`max_turns`) runs its command and then judges the work. The reward is 1 if the tests pass and the
-        canaries fail, else 0, also for all earlier turns.
+        An action with neither tag gets an explanation of the tags. The last turn (`max_turns`) runs its command, if it
+        has one, and then judges the work. Judged work has reward 1 if the tests pass and the canaries fail, else 0. A
+        turn that does not judge has reward 0.
 
         Raises:
             InfrastructureFault: The sandbox cannot start a command, the container is lost, or a container for the tests

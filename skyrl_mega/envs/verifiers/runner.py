@@ -275,7 +275,9 @@ def has_packages(script: str) -> bool:
 
 
 def split(records: list[dict[str, Any]], train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-    """Returns `train` and `test` → records. If too few, at most a share of 1 / `HELD_OUT` is for tests."""
+    """Returns `train` → the first `train` records, `test` → the next `test` records; drops all later records. With
+    fewer than `train` + `test` records, `test` gets at most `len(records) // HELD_OUT` of them, perhaps none, and
+    `train` at most the others."""
     if len(records) < train + test:
         test = min(test, len(records) // HELD_OUT)
         train = min(train, len(records) - test)

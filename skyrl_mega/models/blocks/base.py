@@ -278,8 +278,8 @@ class Block(Protocol):
         does not support for this block; does nothing for any other division."""
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
-        """Returns description → number of columns of a weight held by a worker; an engine in block FP8 needs multiples
-        of 128."""
+        """Returns description → number of columns of a weight held by a worker; {} by default, for a block without
+        requirements. The caller demands multiples of 128 for an engine in block FP8; nothing is checked here."""
         return {}
 
     def check_cpu_engine(self, prefix: str, dtype: str) -> None:

@@ -216,8 +216,9 @@ class GatedDeltaNet(Block):
         self._output(b, f"{prefix}.out_proj.weight", source, part, rank)
 
     def flops(self) -> TokenFlops:
-        """Returns a token's operations in the projections, the convolution, and three products with each head's state.
-        Leaves out products inside a chunk. Nothing depends on the number of previous tokens."""
+        """Returns a token's operations in the forward pass, the sum over all ranks: the projections, the convolution,
+        and three products with each head's state, without products inside a chunk. Nothing depends on the number of
+        previous tokens."""
         sizes = self.sizes
         rows = sizes.convolved + sizes.values + 2 * sizes.value_heads
         state = sizes.value_heads * sizes.key_width * sizes.value_width
