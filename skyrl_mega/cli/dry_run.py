@@ -25,6 +25,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, fit, layout_text, micro_tokens, rates
 from skyrl_mega.planner.batch import StepSizes, batch
+from skyrl_mega.planner.engine_weights import prefix_caching, state_bytes, states
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.host_memory import disk, host_memory, shares
 from skyrl_mega.planner.memory import (
@@ -227,6 +228,9 @@ def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, An
         "at_once": min(config.rollout.concurrency, fullest.tokens // length_limit(config.rollout)),
         "usual": usual,
         "waiting": max(0, -(-sizes.sequences // engine_count(config)) - usual),
+        "state": state_bytes(config, decoder),
+        "states": states(config),
+        "cached_prefixes": prefix_caching(config),
     }
 
 

@@ -176,7 +176,20 @@ def _engines(v: Values) -> list[str]:
         *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
         f"  at once: {longest} of maximum length, {e['usual']} of mean length; "
         f"rollout.concurrency is {e['concurrency']}; {e['waiting']:,} more wait",
+        *_states(v),
     ]
+
+
+def _states(v: Values) -> list[str]:
+    """Returns lines about the states of a sequence; empty for a model with attention only."""
+    e, config = v["engines"], v["config"]
+    if not e["state"]:
+        return []
+    kept = counted(e["states"], "state")
+    lines = [f"  a sequence also keeps {kept} of {e['state'] / 2**20:.1f} MiB in each worker, whatever its length"]
+    if e["cached_prefixes"] and config["rollout"]["max_turns"] == 1 and config["policy"]["moe"]["replay"] != "rollout":
+        lines.append("  with one turn, rollout.options.enable_prefix_caching=false saves one of them (docs/models.md)")
+    return lines
 
 
 def _shared(v: Values) -> list[str]:

@@ -219,7 +219,8 @@ def _train(config: Config, folder: Path, console: Console) -> int:
         if ShutdownRequest().at_once:
             raise Stopped from error
         console.say(fault_event(error))
-        console.say(f"  logs  {folder / 'logs'}; {describe_resume(folder / 'checkpoints')}")
+        resume = describe_resume(folder / "checkpoints", resume=config.checkpoint.resume)
+        console.say(f"  logs  {folder / 'logs'}; {resume}")
         if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
             _keep_traceback(folder, traceback.format_exc())
         write_at_end(folder, console.say)  # writes or updates the report, with the fault

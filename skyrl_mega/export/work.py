@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import writing
 from skyrl_mega.export.job import ExportJob, Slab, overlapping_entries
 from skyrl_mega.export.requantise import requantise
@@ -158,12 +159,16 @@ class ExportWorker:
         """Compares file `index` of `job.copied` with the model directory, byte by byte; returns 0.
 
         Raises:
-            ExportMismatch: The files differ; names the written file.
-            UserError: The written file is missing, cut off, or not in safetensors format.
+            ExportMismatch: The files differ, or the written file is missing, cut off, or not in safetensors format;
+                names the written file.
             OSError: A file of the model directory cannot be read.
         """
         name, tensors = list(self.job.copied.items())[index]
-        if not is_copy(tensors, self.folder / name):
+        try:
+            equal = is_copy(tensors, self.folder / name)
+        except UserError as error:  # of the written file alone
+            raise ExportMismatch(f"{error}; {ADVICE}") from error
+        if not equal:
             raise ExportMismatch(f"{self.folder / name} differs from the tensors of the model directory; {ADVICE}")
         return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from safetensors.torch import save_file
 
 from skyrl_mega.cluster.atomic_output import Occupied, atomic_folder
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema.model import WITH_EXPERTS, WITHOUT_EXPERTS
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
 
@@ -35,7 +38,17 @@ KEYS = {
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
     """Returns the content of config.json for the model described by `model.build`. Does not check that the architecture
-    supports the sizes. Raises KeyError for an unknown architecture."""
+    supports the sizes. Raises UserError for an architecture that `model.build` does not allow."""
+    allowed = (*WITH_EXPERTS, *WITHOUT_EXPERTS)
+    if config.architecture not in allowed:
+        longer = [name for name in allowed if name.startswith(config.architecture)]  # …_text
+        near = longer or get_close_matches(config.architecture, allowed, n=1)
+        raise UserError(
+            f"allowed is one of {', '.join(allowed)}",
+            key="model.build.architecture",
+            value=shown(config.architecture),
+            fix=f"nearest: model.build.architecture={near[0]}" if near else "",
+        )
     family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
         "architectures": [family.transformers_class],
@@ -87,7 +100,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
         seed: Seed of the weights.
 
     Raises:
-        UserError: The architecture does not support the sizes.
+        UserError: The architecture does not support the sizes, or `model.build` does not allow the architecture.
         OSError: A file cannot be written.
     """
     if path.exists():

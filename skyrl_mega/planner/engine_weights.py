@@ -167,8 +167,12 @@ def sequence_bytes(config: Config, decoder: Decoder) -> int:
     full block, from which a later request with the same prefix continues. A further state for each draft token allows
     the engine to go back to the last accepted token.
     """
-    states = (CACHED_STATES if prefix_caching(config) else 1) + draft_tokens(config.rollout)
-    return states * state_bytes(config, decoder) + window_bytes(config, decoder)
+    return states(config) * state_bytes(config, decoder) + window_bytes(config, decoder)
+
+
+def states(config: Config) -> int:
+    """Returns the number of states of a running sequence, for a model with states."""
+    return (CACHED_STATES if prefix_caching(config) else 1) + draft_tokens(config.rollout)
 
 
 def prefix_caching(config: Config) -> bool:

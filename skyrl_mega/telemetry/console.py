@@ -247,7 +247,7 @@ class Console:
         cannot be written."""
         self._stop_live()
         self._stack.close()
-        self._log = None
+        self._log = self._events = None
 
     def __enter__(self) -> Console:
         return self

@@ -166,19 +166,23 @@ class Checkpoints:
             )
 
 
-def describe_resume(folder: Path) -> str:
+def describe_resume(folder: Path, *, resume: bool = True) -> str:
     """Returns a sentence on the effect of running the same command again after an early end: the newest intact
-    checkpoint and its step, or the first step without such a checkpoint.
+    checkpoint and its step, or the first step without such a checkpoint or with `resume=False`.
 
     Args:
         folder: A run's `checkpoints/`.
+        resume: The run's `checkpoint.resume`.
 
     Raises:
         UserError: A checkpoint was written by an earlier version.
     """
     checkpoint = newest_intact(folder)
     if checkpoint is None:
-        return "no checkpoint is saved: the same command begins with the first step"
+        saved = "every saved checkpoint is damaged" if checkpoints_in(folder) else "no checkpoint is saved"
+        return f"{saved}: the same command begins with the first step"
+    if not resume:
+        return f"{checkpoint} is saved: the same command with checkpoint.resume=true resumes from it"
     step = json.loads((checkpoint / _STATE).read_text())["step"]
     return f"{checkpoint} is saved: the same command resumes after step {step}"
 

@@ -126,6 +126,15 @@ def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_states_of_a_sequence_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[2] / "configs" / "dapo_qwen3_5.yaml"
+    text = run(recipe, capsys, "--dry-run")
+    assert "\n  a sequence also keeps 2 states of 15.4 MiB in each worker" in text
+    assert "\n  with one turn, rollout.options.enable_prefix_caching=false saves one" in text
+    text = run(recipe, capsys, "--dry-run", "rollout.options.enable_prefix_caching=false")
+    assert "keeps 1 state of 15.4 MiB" in text and "saves one" not in text
+
+
 def test_235b_on_512_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = values(file, capsys, *large.HUGE)
     assert v["policy"][255]["layers"] == "83-93"

@@ -122,8 +122,11 @@ def test_a_run_that_is_done_has_nothing_to_do(folder: Path) -> None:
 def test_a_fault_promises_what_is_saved(folder: Path) -> None:
     checkpoints = folder / "runs" / "r" / "checkpoints"
     assert describe_resume(checkpoints).endswith("step_000002 is saved: the same command resumes after step 2")
+    off = describe_resume(checkpoints, resume=False)
+    assert off.endswith("step_000002 is saved: the same command with checkpoint.resume=true resumes from it")
     (checkpoints / "step_000002" / "state.json").write_text(json.dumps({}))
-    assert describe_resume(checkpoints) == "no checkpoint is saved: the same command begins with the first step"
+    damaged = "every saved checkpoint is damaged: the same command begins with the first step"
+    assert describe_resume(checkpoints) == damaged
     assert describe_resume(folder / "absent").startswith("no checkpoint is saved")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,22 @@ def test_a_byte_that_was_written_wrong_is_found(
 
     monkeypatch.setattr(ExportWorker, "compare", spoilt)
     with pytest.raises(ExportMismatch, match="differs from"):
+        exported(folder, source, tmp_path / "out", fp8=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copied_file_that_is_cut_off_is_no_mistake_of_the_user(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "policy", loaded(source))
+    compare = ExportWorker.compare_copy
+
+    def spoilt(worker: ExportWorker, index: int) -> int:
+        os.truncate(worker.folder / next(iter(worker.job.copied)), 4)
+        return compare(worker, index)
+
+    monkeypatch.setattr(ExportWorker, "compare_copy", spoilt)
+    with pytest.raises(ExportMismatch, match="export again"):
         exported(folder, source, tmp_path / "out", fp8=True)
     assert not (tmp_path / "out").exists()
 

@@ -109,4 +109,6 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
         build(BuildConfig(architecture="qwen2"), tmp_path / "model")
     with pytest.raises(UserError, match=r"model\.build: .*num_experts_per_tok 4"):
         build(BuildConfig(experts=2, experts_per_token=4), tmp_path / "model")
+    with pytest.raises(UserError, match=r"nearest: model\.build\.architecture=qwen3_5_moe_text$"):
+        build(BuildConfig(architecture="qwen3_5_moe"), tmp_path / "model")
     assert not list(tmp_path.iterdir())

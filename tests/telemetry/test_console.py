@@ -12,8 +12,9 @@ import pytest
 import rich.console
 
 from skyrl_mega.telemetry import console as module
-from skyrl_mega.telemetry import table
+from skyrl_mega.telemetry import events, table
 from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.events import Event
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -76,6 +77,14 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pyt
     assert len(lines) == 5 + 2 + module.HEADER_EVERY + 1
     log = (tmp_path / "logs" / "run.log").read_text().splitlines()
     assert [line[21:] for line in log] == lines
+
+
+def test_a_closed_console_still_takes_events(tmp_path: Path) -> None:
+    console = Console(io.StringIO())
+    console.events_to(tmp_path)
+    console.close()
+    console.say(Event("step", "after the end", step=1))
+    assert not (tmp_path / events.FILE).read_text()
 
 
 def test_a_phase_that_a_signal_has_ended_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,10 +430,13 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
 
     The divisor is the value of the other program's key `argument`; without such a value, or with None, our maximum
     response length.
+
+    Raises:
+        Dropped: The divisor is no number.
     """
     length = state.theirs(argument) if argument else None
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
-    ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(length)}
+    ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(_numeric(length))}
     return ours, f"the sum over a sequence divided by {length:,}"
 
 

@@ -26,6 +26,8 @@ from skyrl_mega.config.other_programs.table import programs
 SUFFIXES = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".yaml": "yaml", ".yml": "yaml"}
 HYDRA = ("SkyRL", "verl")
 """Programs with `key=value` arguments; slime and TRL take `--option value`."""
+FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
+"""Options by which Hydra finds the settings file of a program in `HYDRA`."""
 LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 MOST_VALUES = 100_000
 """Maximum number of values in a YAML file."""
@@ -142,6 +144,11 @@ def _hydra(arguments: Iterable[Argument]) -> Iterator[Given]:
         if found is None:
             name, _, value = argument.text.partition("=")
             reason = "deletes a key in Hydra" if name.startswith("~") else "is no key=value"
+            if name in FILE_OPTIONS:
+                reason = (
+                    "Hydra's choice of a settings file, which is not read; nothing is missing if the file is the "
+                    "program's own, else migrate what the command prints with --cfg job, saved as a file"
+                )
             yield Given(name, value, argument.unresolved or reason)
         else:
             yield Given(found["key"], parsed(found["value"]), argument.unresolved)

@@ -16,6 +16,7 @@ from skyrl_mega.config.migrate.account import AccountRow, Migration
 from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
 from skyrl_mega.config.migrate.given import Given, GivenSettings
+from skyrl_mega.config.migrate.read import FILE_OPTIONS
 from skyrl_mega.config.migrate.rules import Conversion, conversion, needs_look, rules
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Counterpart, programs
@@ -283,6 +284,8 @@ class Translator:
         same = [key for key in self.table if key.rpartition(".")[2] == last and len(last) > 4]
         near = get_close_matches(given.key, same or list(self.table), n=1, cutoff=0.3 if same else 0.75)
         hint = f"the nearest known is {near[0]}" if near else "no known key is near"
+        if given.key in FILE_OPTIONS:
+            return given.unresolved
         return f"{given.unresolved}; {hint}" if given.unresolved else hint
 
     def _row(

@@ -51,6 +51,12 @@ def test_a_key_that_hydra_deletes_is_no_setting() -> None:
     assert (given.key, given.unresolved) == ("~trainer.nnodes", "deletes a key in Hydra")
 
 
+def test_a_settings_file_chosen_in_hydra_comes_with_advice() -> None:
+    migration = translate(read("verl", ["--config-name=ppo_megatron_trainer.yaml", "trainer.nnodes=2"]))
+    [row] = [row for row in migration.rows if row.theirs == "--config-name"]
+    assert row.kind == "unknown" and "nothing is missing" in row.why and "--cfg job" in row.why
+
+
 def test_values_without_end_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="inf is no number"):
         read("verl", ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1e999"])

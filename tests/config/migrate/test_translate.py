@@ -137,6 +137,14 @@ def test_slime(tmp_path: Path) -> None:
     assert kinds(migration)["--num-layers"] == "dropped" and not migration.open_layout
 
 
+def test_a_divisor_that_is_no_number_is_dropped() -> None:
+    actor = "actor_rollout_ref.actor"
+    words = (f"{actor}.loss_agg_mode=seq-mean-token-sum-norm", f"{actor}.loss_scale_factor=many")
+    migration = migrated("verl", *(word for word in VERL if "loss_agg_mode" not in word), *words)
+    assert why(migration, f"{actor}.loss_agg_mode") == "many is no number"
+    assert "algorithm.loss_mean_length" not in migration.settings
+
+
 def test_trl_counts_prompts_and_steps(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
