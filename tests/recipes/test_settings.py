@@ -35,10 +35,11 @@ LAYOUT = {
     *("rollout.engines", "rollout.tensor", "rollout.memory_fraction"),
 }
 """Settings of a recipe for another model that may differ: the model, its layout and its memory."""
+TEMPLATE = "rollout.chat_template_options"
 OTHER_MODELS = {
     "dapo_glm_4_5_air": ("dapo", set[str]()),
-    "dapo_gpt_oss_20b": ("dapo", {"rollout.options.enable_expert_parallel"}),
-    "dapo_qwen3_5": ("dapo", set[str]()),
+    "dapo_gpt_oss_20b": ("dapo", {"rollout.options.enable_expert_parallel", f"{TEMPLATE}.reasoning_effort"}),
+    "dapo_qwen3_5": ("dapo", {f"{TEMPLATE}.enable_thinking"}),
     # Moonlight is made for 8,192 tokens.
     "dapo_moonlight": ("dapo", {"rollout.sampling.max_tokens", "algorithm.overlong.buffer"}),
     "searchr1_glm_4_5_air": ("searchr1_30b", set[str]()),
