@@ -45,7 +45,7 @@ class EntropyCoefficient:
         self.coefficient = min(max(self.coefficient + change, self.config.least), self.config.most)
 
     def state(self) -> dict[str, Any]:
-        """Returns coefficient and entropy for a checkpoint; `restore` reads them."""
+        """Returns `coefficient` and `entropy` (None before the first step), for a checkpoint and `restore`."""
         return {"coefficient": self.coefficient, "entropy": self.entropy}
 
     def restore(self, state: dict[str, Any]) -> None:

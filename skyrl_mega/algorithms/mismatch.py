@@ -65,8 +65,9 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics `mismatch/…` of an RL step from the sums (`mismatch_sums`) of its optimizer steps: mean, 99th
-    percentile and maximum of the distance, KL, and the share of far tokens.
+    """Returns the metrics of an RL step from the sums (`mismatch_sums`) of its optimizer steps: of the distance in nats
+    the mean, 99th percentile and maximum (`mismatch/logprob_abs_mean`, `_p99` and `_max`); KL(engine ‖ policy) by k3
+    and by k1 (`mismatch/kl`, `mismatch/kl_k1`); and the share of far tokens (`mismatch/far_fraction`).
 
     Every element of `updates` must have all keys of `mismatch_sums`, with entry i of `mismatch_within` as
     `mismatch_within.<i>`; other keys are ignored. All metrics are 0 without tokens, and without `updates`. Raises

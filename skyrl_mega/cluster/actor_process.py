@@ -119,7 +119,9 @@ def set_up_process() -> None:
 
 
 def library_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables for CUDA, NCCL and Transformer Engine in every actor, except those already set.
+    """Returns environment variables for every actor, except those already set: `CUDA_DEVICE_ORDER`; without
+    `NCCL_DEBUG` in `env` also `NCCL_DEBUG` and `NCCL_DEBUG_SUBSYS`; and `CUDNN_PATH`, for Transformer Engine, if cuDNN
+    is installed as a Python package. Sets no variable.
 
     Args:
         env: The process's environment.

@@ -17,7 +17,7 @@ class Fault(RuntimeError):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of the fault, as JSON values."""
+        """The fields of the fault, as JSON values; {} for a fault without any."""
         return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,7 +62,8 @@ class ActorFailed(Fault):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts of the fault, as JSON values: `actor` (the name), `rank`, `method`, `cause` and `log`."""
+        """The facts of the fault, as JSON values: `actor` (the name), `rank` (None for the whole group), `method`,
+        `cause`, and `log` (path of the actor's log; None if unknown)."""
         return {"actor": self.actor, "rank": self.rank, "method": self.method, "cause": self.cause, "log": self.log}
 
 

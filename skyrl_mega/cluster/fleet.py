@@ -298,7 +298,7 @@ class Fleet(SupervisedGroup):
             cause: Description of the failure, for messages.
 
         Raises:
-            ActorFailed: The restart budget is used up.
+            ActorFailed: The restart budget is used up, and the rank has not joined during the run.
         """
         with self._lock:
             if rank in self.joined and self.states[rank] is State.UP and not self._may_restart(rank):

@@ -23,8 +23,8 @@ def cache_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables that move the caches of compiled code to a folder on this node
     (`SKYRL_MEGA_CACHE`, else below /tmp), and creates the folder. Sets no variable.
 
-    The folder outlasts the job, because the next job on the node needs the same code. Variables already set are left
-    out. Standard library only.
+    The names are the keys of `CACHES`. The folder outlasts the job, because the next job on the node needs the same
+    code. Variables already set are left out; if all are set, returns {} and creates nothing. Standard library only.
 
     Args:
         env: The process's environment.

@@ -274,7 +274,7 @@ def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
 
 def file_names(count: int) -> list[str]:
     """Returns the names of the `count` safetensors files of a directory: model.safetensors for a single file, else
-    model-00001-of-00003.safetensors and so on."""
+    model-00001-of-00003.safetensors to model-00003-of-00003.safetensors; [] for 0."""
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 

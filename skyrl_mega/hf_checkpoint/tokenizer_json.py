@@ -114,7 +114,8 @@ def read_added_tokens(folder: Path, first: int) -> dict[int, AddedToken]:
         first: Number of the first token beyond the vocabulary.
 
     Raises:
-        UserError: A file is missing, or a token has no text or a number of the vocabulary.
+        UserError: tokenizer_config.json or config.json is missing or no JSON object, `added_tokens_decoder` cannot be
+            used (for example, a token has no text), or a token has a number of the vocabulary.
     """
     file = folder / "tokenizer_config.json"
     listed = read_json(file, FETCH).get("added_tokens_decoder") or {}

@@ -382,6 +382,8 @@ class MegatronActor:
 
         Raises:
             AssertionError: `start_profile` was not called before.
+            ValueError: torch wrote another format than torch 2.13's.
+            OSError: The file cannot be written.
         """
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
@@ -419,12 +421,13 @@ class MegatronActor:
     def send_weights(self, checksums: bool) -> ExchangeReport:
         """Sends this rank's part of the weights to the engines, and returns a report on the transfer.
 
-        Call after `connect_weights`. A collective of all processes of the weight-sync group.
+        A collective of all processes of the weight-sync group.
 
         Args:
             checksums: True to verify every part after arrival; the same value in all processes.
 
         Raises:
+            AssertionError: `connect_weights` was not called before.
             TransportError, ChecksumError: As in `Exchange.run`; join again before the next sync.
             NotOnDevice: The parameters are offloaded.
         """

@@ -168,8 +168,9 @@ class RouterReplay:
             raise WrongRoutes(self._error_message())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counters of the latest pass in tokens, summed over all ranks: `replay_<field of Count>_<layer>` →
-        tokens. {} if the pass neither replayed nor recorded. Call after `end`."""
+        """Returns the counters of the latest pass in tokens, summed over all ranks: for each MoE layer
+        `replay_tokens_<layer>`, `replay_replayed_<layer>`, `replay_differs_<layer>` and `replay_wrong_<layer>`
+        (`Count`). {} if the pass neither replayed nor recorded. Call after `end`."""
         if not self.active:
             return {}
         counts = self.counts.tolist()

@@ -350,9 +350,9 @@ class ModelWorker:
         """Takes one optimizer step on the micro-batches' summed objective, and one step of the learning-rate schedule.
         A collective of all ranks.
 
-        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like). So nothing is rescaled
-        here, and the result does not depend on the cut of the mini-batch. With a gradient of exactly 0 neither weights
-        nor schedule move, and `grad_norm` is 0.
+        The objective's weights are final: they contain the divisor of the whole mini-batch's mean. So nothing is
+        rescaled here, and the result does not depend on the cut of the mini-batch. With a gradient of exactly 0 neither
+        weights nor schedule move, and `grad_norm` is 0.
 
         Args:
             micros: This rank's micro-batches, at least one.

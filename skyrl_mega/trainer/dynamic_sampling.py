@@ -65,8 +65,9 @@ class GroupSelection:
         return [taken[i] for i in with_copies(len(taken), self.wanted, seed)]
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """Returns the metrics `rollout/…` of a step trained on `groups`: rounds, and groups left out (without a
-        signal), missing, copied (mode `replace`) and in surplus (`oversample` above 1)."""
+        """Returns the metrics of a step trained on `groups`: `rollout/rounds`, `rollout/groups_left_out` (without a
+        signal) and `rollout/groups_missing`; in mode `replace` also `rollout/groups_copied`; with `oversample` above 1
+        also `rollout/groups_surplus`."""
         informative = len(self.informative)
         metrics = {
             "rounds": self.rounds,

@@ -71,7 +71,8 @@ class EngineRequest:
 
     @property
     def entry(self) -> dict[str, str]:
-        """The server as an entry of `rollout.endpoints`."""
+        """The server as an entry of `rollout.endpoints`: `url`, `kind`, `sync` and `token_env`, without empty values;
+        {} for a request without a server."""
         given = {"url": self.endpoint, "kind": self.kind, "sync": self.sync, "token_env": self.token_env}
         return {name: value for name, value in given.items() if value}
 
@@ -199,7 +200,8 @@ def has_ended(state: Mapping[str, Any]) -> bool:
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """Returns the state written by the driver of a run: `most`, `engines` and `answers`, as `Inbox.write` puts them.
+    """Returns the state written by the driver of a run: `format`, and `most`, `engines` and `answers` as given to
+    `Inbox.write`.
 
     Raises:
         UserError: The run accepts no requests, has not started, or wrote a state that cannot be read.

@@ -51,7 +51,7 @@ class KlReward:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """Returns the checkpoint state: an adaptive β; {} for a fixed β."""
+        """Returns the checkpoint state: an adaptive β as `kl_coefficient`; {} for a fixed β."""
         return {} if self.config.target is None else {"kl_coefficient": self.coefficient}
 
     def restore(self, state: dict[str, float]) -> None:

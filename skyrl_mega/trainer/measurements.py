@@ -77,8 +77,8 @@ class Measurements:
         return Event("drafts", f"{text} (rollout.drafts.adaptive)", step=step.number, suppressed=share)
 
     def write_recordings(self, step: Step) -> dict[str, float]:
-        """Writes the step's timeline and trace, each if recorded, and returns the metrics of both; {} without
-        recordings.
+        """Writes the step's timeline and trace, each if recorded, and returns the metrics `idle/*` of the timeline and,
+        on GPUs, `perf/launches` and `perf/host_syncs` of the trace; {} without recordings.
 
         Raises:
             ActorFailed: An actor cannot end the trace.

@@ -109,11 +109,11 @@ class Meters:
 
 
 def draft_metrics(engines: Sequence[Drafts]) -> dict[str, float]:
-    """Returns the metrics `drafts/*` of a step from the counts of its engines, added up; {} if the engines wrote no
-    token.
+    """Returns the metrics of a step from the counts of its engines, added up; {} if the engines wrote no token.
 
-    `tokens_per_step` counts the steps of single sequences; `acceptance` is the accepted share of the drafted tokens,
-    left out if none was drafted; `suppressed` is the share of engine steps without drafts, left out if steps were not
+    `drafts/drafted` and `drafts/accepted` are numbers of tokens; `drafts/tokens_per_step` is the mean number of tokens
+    written in a step of a single sequence; `drafts/acceptance` is the accepted share of the drafted tokens, left out if
+    none was drafted; `drafts/suppressed` is the share of engine steps without drafts, left out if steps were not
     counted.
     """
     total = Counter[str]()

@@ -67,8 +67,8 @@ class Residency:
                 nothing.
 
         Returns:
-            `time/residency` in seconds, and `residency/bytes_out` and `bytes_in`, the largest number of bytes copied by
-            a rank off and onto the device. {} if nothing moved.
+            `time/residency` in seconds; `residency/bytes_out` and `residency/bytes_in`, the largest number of bytes
+            copied by a rank off and onto the device. {} if nothing moved.
 
         Raises:
             ActorFailed: A rank failed or did not answer within `timeout_s`, or an engine failed and none restarts.

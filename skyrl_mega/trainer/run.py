@@ -386,10 +386,12 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns the metrics of a step's trajectories, at least one.
 
     `reward/*` and `environment/of/*` are without trajectories whose environment failed, and left out if all failed:
-    `reward/pass_at_n` is the share of prompts with a positive reward, `reward/of/<name>` counts a missing reward as 0,
-    `environment/of/<name>` is the mean over the trajectories with this figure. `rollout/*` count all trajectories:
-    lengths in tokens, shares, and retries (`rollout/played_again`). `environment/slot_wait_s` is the mean wait for an
-    environment slot in seconds, left out if no trajectory has such a wait.
+    `reward/mean`, `reward/std`, `reward/pass_at_n` (share of prompts with a positive reward), the mean
+    `reward/of/<name>`, which counts a missing reward as 0, and `environment/of/<name>`, the mean over the trajectories
+    with this figure. `rollout/*` count all trajectories: `tokens` (sum of the policy's), `response_length_mean`,
+    `turns_mean`, the shares `truncated_fraction`, `timed_out_fraction` and `failed_fraction`, and `played_again`, the
+    sum of retries. `environment/slot_wait_s` is the mean wait for an environment slot in seconds, left out if no
+    trajectory has such a wait.
     """
     lengths = np.array([t.response_length for t in trajectories])
     judged = [t for t in trajectories if not t.status.failed]

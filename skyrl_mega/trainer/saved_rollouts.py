@@ -51,7 +51,7 @@ def count_groups(groups: int) -> str:
 
 
 def write(folder: Path, config: Config, state: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
-    """Writes trajectories with all columns, and JSON with further state, replacing existing files.
+    """Writes JSON with further state, and trajectories, if any, with all columns; replaces files that exist.
 
     Args:
         folder: The checkpoint's folder for rollouts.

@@ -29,8 +29,9 @@ def forward_load(mini: Samples) -> PassWork:
 def training_speed(
     config: Config, model: Decoder, loads: Mapping[str, PassWork], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns `perf/train_tflops_per_rank` and, on GPUs, `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob
-    pass; {} for a step without training. The MFU is the share of `cluster.rates.tflops`, from 0 to 1.
+    """Returns `perf/train_tflops_per_rank` and, on GPUs, `perf/mfu`, if the step trained; and on GPUs
+    `perf/mfu_logprobs` if the step ran a log-prob pass; {} if the step did neither. The MFU is the share of
+    `cluster.rates.tflops`, from 0 to 1.
 
     Args:
         config: The settings, with the device chosen.

@@ -201,7 +201,9 @@ def spawn_ranks(
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:
-    """Returns the environment variables that a Megatron rank needs in addition to the driver's.
+    """Returns the environment variables that a Megatron rank needs in addition to the driver's: on a CPU
+    `OMP_NUM_THREADS`; on GPUs `CUDA_DEVICE_MAX_CONNECTIONS`, those of `precision_environment`, and with
+    `run.deterministic` those of `POLICY_ENVIRONMENT`.
 
     Args:
         config: The settings.

@@ -128,7 +128,8 @@ def _ranks(sizes: LayoutConfig, ranks: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, this project and the installed distributions of `PACKAGES`."""
+    """Returns name → version of `python`, `skyrl-mega` and the distributions in `PACKAGES`, without distributions that
+    are not installed."""
     installed = {"python": platform.python_version()}
     for name in ("skyrl-mega", *PACKAGES):
         try:

@@ -84,7 +84,8 @@ def total(inputs: LossInputs, losses_L: Tensor, metrics: Metrics, algorithm: Alg
     The KL term is present only if `kl.where` is loss and `reference_L` is given.
 
     Returns:
-        The loss, and `metrics` plus those of the correction, loss, and kl and entropy if their inputs are given.
+        The loss, a scalar, and `metrics` with further entries: loss; those of `correction`; high_entropy_fraction if
+        `high_entropy_L` is given; kl if the KL term is present; entropy if `entropy_L` is given.
 
     Raises:
         ValueError: The log-probs of the engine or the reference, or the policy's entropy, are required but missing.

@@ -11,8 +11,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def cispo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the CISPO loss of a micro-batch (arXiv:2506.13585, equations 4 and 5), a scalar, and metrics. For a
-    token:
+    """Returns the CISPO loss of a micro-batch (arXiv:2506.13585, equations 4 and 5), a scalar, and the metrics of
+    `ratio_metrics` and `total`. For a token:
 
         L_t = -sg(clip(r_t, 1 - cispo.clip_low, 1 + cispo.clip_high)) A_t log π_t        r_t = π_t / π_old,t
 

@@ -30,10 +30,10 @@ def correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor |
 
     The factor is the importance weight, and 0 for rejected tokens, which stay in the denominator of the loss's mean.
     Metrics: importance_weight, importance_clipped_fraction, rejected_fraction, outlier_fraction, off_policy_fraction;
-    only of the parts that are on. All parts but ratios per token need `sequence_L`.
+    only of the parts that are on; {} without a correction. All parts but ratios per token need `sequence_L`.
 
     Raises:
-        ValueError: The engine's log-probs are missing.
+        ValueError: A part is on, and the engine's log-probs are missing.
     """
     rejection = algorithm.rejection
     outliers = rejection.outlier_low is not None or rejection.outlier_high is not None

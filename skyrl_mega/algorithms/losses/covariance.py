@@ -12,9 +12,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the Clip-Cov loss of a micro-batch, a scalar (`total`), and metrics: PPO's loss, 0 for selected tokens.
-
-    covariance_fraction is the share of selected tokens.
+    """Returns the Clip-Cov loss of a micro-batch, a scalar (`total`): PPO's loss, 0 for selected tokens. Also returns
+    the metrics of `clipped_surrogate` and `total`, and covariance_fraction, the share of selected tokens.
 
     Raises:
         ValueError: `high_covariance_L`, or a column that `total` needs, is missing.
@@ -28,7 +27,8 @@ def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Me
 
 
 def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the KL-Cov loss of a micro-batch, a scalar (`total`), and metrics. With d_t = log π_t - log π_old,t:
+    """Returns the KL-Cov loss of a micro-batch, a scalar (`total`), and the metrics of `ratio_metrics` and `total`, and
+    covariance_fraction. With d_t = log π_t - log π_old,t:
 
         L_t = -exp(d_t) A_t, plus kl_cov.coefficient |d_t| for selected tokens
 

@@ -11,8 +11,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def dro(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the DRO loss of a micro-batch (arXiv:2405.19107), a scalar, and metrics. For a token with d_t = log π_t -
-    log π_old,t:
+    """Returns the DRO loss of a micro-batch (arXiv:2405.19107), a scalar, and the metrics of `ratio_metrics` and
+    `total`. For a token with d_t = log π_t - log π_old,t:
 
         L_t = -A_t log π_t + dro.strength / 2 · d_t²
 

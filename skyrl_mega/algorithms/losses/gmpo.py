@@ -24,9 +24,10 @@ def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     and the KL term. Needs `sequence_L`.
 
     Returns:
-        The loss of the micro-batch (scalar, summed over tokens) and the metrics.
+        The loss of the micro-batch (scalar, summed over tokens), and the metrics of `ratio_metrics` and `total`.
 
     Raises:
+        AssertionError: `sequence_L` is missing.
         ValueError: As in `total`: required log-probs or the entropy are missing.
     """
     d_L = log_ratio(inputs)

@@ -21,9 +21,10 @@ def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     `dual_clip`, and `total` for further terms. Needs `sequence_L`.
 
     Returns:
-        The loss of the micro-batch (scalar, summed over tokens) and the metrics.
+        The loss of the micro-batch (scalar, summed over tokens), and the metrics of `clipped_surrogate` and `total`.
 
     Raises:
+        AssertionError: `sequence_L` is missing.
         ValueError: As in `total`: required log-probs or the entropy are missing.
     """
     mean_L = inputs.sequence_mean(log_ratio(inputs))

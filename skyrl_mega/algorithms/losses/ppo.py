@@ -10,7 +10,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the PPO loss of a micro-batch, a scalar, and metrics.
+    """Returns the PPO loss of a micro-batch, a scalar, and the metrics of `clipped_surrogate` and `total`.
 
     The ratio r_t = π(token) / π_old(token) is clipped to [1 - clip_low, 1 + clip_high]. See `clipped_surrogate` and
     `total` for the formulae.

@@ -11,7 +11,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the SAPO loss of a micro-batch (arXiv:2511.20347, equations 5 and 6), a scalar, and metrics.
+    """Returns the SAPO loss of a micro-batch (arXiv:2511.20347, equations 5 and 6), a scalar, and the metrics of
+    `ratio_metrics` and `total`.
 
     For a token with r_t = π_t / π_old,t:
 

@@ -157,8 +157,9 @@ class ReceivingServer(DescribedServer, Protocol):
         """Abandons an update in every worker, and leaves the process group."""
 
     async def compare(self) -> list[dict[str, Any]]:
-        """Returns each worker's comparison with the policy's weights: `parameters`, `bytes` and `different`. If
-        `sync` is `group`, the policy ranks must send at the same time (`Engine.check_weights`)."""
+        """Returns for each worker, after a comparison with the policy's weights, the number of `parameters`, the
+        `bytes` received, and the names of `different` parameters. If `sync` is `group`, the policy ranks must send at
+        the same time (`Engine.check_weights`)."""
 
     async def probe(self) -> None:
         """Waits for an answer of every worker."""

@@ -77,8 +77,9 @@ class VllmEngine:
         self.routes = AnswerRoutes(spec)
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model, generates a first token and returns the size of the KV cache. Waits without limit; the
-        caller sets one.
+        """Loads the model, generates two tokens for a trial, and returns the measured facts: the size of the KV cache
+        in tokens and in bytes, the part taken by every sequence besides its tokens, and the transport of weights. To be
+        called before any other method. Waits without limit; the caller sets one.
 
         Args:
             former: Facts of the previous engine in this place; the cache gets the same size. None for the first engine.

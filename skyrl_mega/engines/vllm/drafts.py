@@ -165,7 +165,8 @@ class AdaptiveScheduler(CountingScheduler):
         self.trials = Trials() if isinstance(given, dict) and given.get(ADAPTIVE) else None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Returns vLLM's schedule, marked with `SUPPRESSED` if the drafts proposed in this step will be dropped."""
+        """Returns vLLM's schedule of the next step. With `ADAPTIVE`, a schedule with tokens gets the attribute
+        `SUPPRESSED`: True if the drafts proposed in this step will be dropped."""
         scheduled = super().schedule(throttle_prefills)
         if self.trials is not None and (count := len(scheduled.num_scheduled_tokens)):
             setattr(scheduled, SUPPRESSED, not self.trials.begin(count))
@@ -174,8 +175,8 @@ class AdaptiveScheduler(CountingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests as vLLM does, and returns the messages of `CountingScheduler`.
-        With `ADAPTIVE` also measures the step."""
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns vLLM's messages by client, with the
+        requests' counts of draft tokens added (`CountingScheduler`). With `ADAPTIVE` also measures the step."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self.trials is not None and scheduler_output.num_scheduled_tokens:
             cached = scheduler_output.scheduled_cached_reqs

@@ -68,8 +68,13 @@ def adapts(spec: EngineSpec) -> bool:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Returns the environment variables to set in the engine's process before its start. They depend on the device, the
-    number of workers, the drafts, `routes` and `deterministic`. Sets nothing itself."""
+    """Returns the environment variables to set in the engine's process before its start. Sets nothing itself.
+
+    Always `VLLM_NO_USAGE_STATS`, `DO_NOT_TRACK`, `HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`, `TOKENIZERS_PARALLELISM`,
+    `VLLM_HOST_IP`, `VLLM_LOGGING_LEVEL` and `VLLM_PLUGINS`. On CUDA `VLLM_USE_V2_MODEL_RUNNER` with routes, and those
+    of `ENGINE_ENVIRONMENT` if deterministic. On a CPU `OMP_NUM_THREADS` and `VLLM_CPU_OMP_THREADS_BIND`; with drafts by
+    ngram `NUMBA_NUM_THREADS` and `NUMBA_THREADING_LAYER`; with `rollout.tensor` 1 `VLLM_ENABLE_V1_MULTIPROCESSING`; in
+    eager mode `TORCHDYNAMO_DISABLE`."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

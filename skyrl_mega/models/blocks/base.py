@@ -200,15 +200,15 @@ class Block(Protocol):
 
     def float32_tensors(self, source: str) -> Sequence[str]:
         """Returns the names of the tensors that stay in float32 in a model of any dtype: in the policy, on the wire and
-        in engines."""
+        in engines; () by default."""
         return ()
 
     def frozen_tensors(self, source: str) -> Sequence[str]:
-        """Returns the names of the tensors among `float32_tensors` that are never trained."""
+        """Returns the names of the tensors among `float32_tensors` that are never trained; by default all of them."""
         return self.float32_tensors(source)
 
     def disk_forms(self, source: str) -> Mapping[str, DiskForm]:
-        """Returns name → order of axes on disk of the tensors with another order in `hf_tensors`."""
+        """Returns name → order of axes on disk of the tensors with another order in `hf_tensors`; {} by default."""
         return {}
 
     # --- Megatron ---
@@ -239,12 +239,12 @@ class Block(Protocol):
         ...
 
     def megatron_cuts(self) -> Sequence[Cut]:
-        """Returns the sizes of the block that dimensions of the policy's layout must divide."""
+        """Returns the sizes of the block that dimensions of the policy's layout must divide; () by default."""
         return ()
 
     def megatron_widths(self) -> Sequence[Cut]:
         """Returns the widths of the block's linear layers for FP8's checks: of rows and columns of a weight, the side
-        split by a layout."""
+        split by a layout; () by default."""
         return ()
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
@@ -258,7 +258,8 @@ class Block(Protocol):
     # --- vLLM ---
 
     def engine_float32(self, source: str) -> Sequence[str]:
-        """Returns the parameters of an engine worker that vLLM keeps in float32 in a model of any dtype."""
+        """Returns the names of an engine worker's parameters that vLLM keeps in float32 in a model of any dtype; by
+        default `float32_tensors`."""
         return self.float32_tensors(source)
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
@@ -270,7 +271,7 @@ class Block(Protocol):
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         """Returns the sizes of the block that the engine's tensor-parallel size must divide, as (description for
-        errors, size)."""
+        errors, size); () by default."""
         return ()
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
@@ -308,12 +309,13 @@ class Block(Protocol):
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
         """Returns the bytes kept by autograd as in `saved_bytes`, without the tensors that `recompute`, a value of
-        `policy.recompute` (`none`, `selective` or `moe`), recomputes, in Transformer Engine's layers; with `none` all
-        of `saved_bytes`."""
+        `policy.recompute` (`none`, `selective` or `moe`), recomputes, in Transformer Engine's layers; with `none`, and
+        for every value by default, all of `saved_bytes`."""
         return self.saved_bytes(work)
 
     def gradient_bytes(self, work: Work) -> float:
-        """Returns the peak of bytes of activation and weight gradients alive at once in the block's backward pass."""
+        """Returns the peak of bytes of activation and weight gradients alive at once on a rank in the backward pass of
+        one layer's block; 0 by default."""
         return 0.0
 
     def messages(self, parallel: ParallelDims) -> Messages:
@@ -322,7 +324,7 @@ class Block(Protocol):
         return Messages()
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes per token for this block of one layer in the KV cache of an engine worker.
+        """Returns the bytes per token for this block of one layer in the KV cache of an engine worker; 0 by default.
 
         Args:
             tensor: Tensor parallelism of the engine.
@@ -331,13 +333,13 @@ class Block(Protocol):
         return 0
 
     def kv_window(self) -> int | None:
-        """Returns the number of a sequence's last tokens that an engine's KV cache keeps for this block; None: all
-        tokens."""
+        """Returns the number of a sequence's last tokens that an engine's KV cache keeps for this block; None, the
+        default: all tokens."""
         return None
 
     def state_bytes(self, cut: EngineCut, itemsize: int, drafts: int = 0) -> int:
         """Returns the bytes of a sequence's state in an engine worker for this block of one layer, besides the KV
-        cache: a state of constant size, such as that of a convolution or a recurrent layer, whatever the length.
+        cache: a state of a convolution or a recurrent layer, of constant size whatever the length; 0 by default.
 
         Args:
             cut: The division of the engine.
@@ -347,18 +349,20 @@ class Block(Protocol):
         return 0
 
     def engine_width(self, cut: EngineCut) -> float:
-        """Returns the elements per token held by an engine worker while computing the block, besides hidden states."""
+        """Returns the elements per token held by an engine worker while computing the block, besides hidden states; 0
+        by default."""
         return 0.0
 
     def engine_sparse(self, cut: EngineCut) -> tuple[float, float]:
-        """Returns the elements of a worker's sparsely read weights (experts), and the fraction of these elements read
-        by a token (0 to 1)."""
+        """Returns the number of elements of a worker's sparsely read weights (experts), and the fraction of these
+        elements read by a token (0 to 1); (0, 0) for a block without any."""
         return 0.0, 0.0
 
     # --- for people ---
 
     def facts(self) -> Mapping[str, int]:
-        """Returns name → size for the dry run and `Decoder.facts`: `heads`, `kv_heads`, `experts`, …"""
+        """Returns name → size for the dry run and `Decoder.facts`, with names of the block's choice (`heads`,
+        `kv_heads`, `experts`); {} by default."""
         return {}
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:

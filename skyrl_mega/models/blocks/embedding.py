@@ -95,7 +95,8 @@ class Head(Block):
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), tied, engine_ties)
 
     def hf_tensors(self, source: str) -> Tensors:
-        """Returns name → shape of the tensors on disk: the norm, and the projection unless tied to the embedding."""
+        """Returns name → shape of the tensors on disk: `model.norm.weight`, and `lm_head.weight` unless tied to the
+        embedding. `source` is not used."""
         shapes: Tensors = {FINAL_NORM: (self.hidden,)}
         return shapes if self.tied else shapes | {HEAD: (self.vocab, self.hidden)}
 
@@ -103,8 +104,9 @@ class Head(Block):
         return MegatronSettings(gpt={"share_embeddings_and_output_weights": self.tied})
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Adds the norm and the projection to `b`. A tied projection is the embedding itself on the same chunk, else a
-        second copy."""
+        """Adds a policy rank's parameters to `b`: the whole norm, and the rank's rows of the projection, padded with
+        rows without pieces. A tied projection is left out on the embedding's chunk, and is a second copy of the
+        embedding on another chunk."""
         b.whole(f"{target}.decoder.final_layernorm.weight", FINAL_NORM)
         if self.tied and place.first:
             return

@@ -278,8 +278,9 @@ class Experts(Block):
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the vLLM argument for router logits in float32 as in megatron-core, instead of the model's type; {}
-        for a softmax router whose layer in vLLM does not read the argument (`engine_reads_router_dtype`)."""
+        """Returns the vLLM argument `hf_overrides` for router logits in float32 as in megatron-core, instead of the
+        model's type, on any device; {} for a softmax router whose layer in vLLM does not read the argument
+        (`engine_reads_router_dtype`)."""
         float32 = self.router.score == "sigmoid" or self.engine_reads_router_dtype
         return {"hf_overrides": {"moe_router_dtype": "float32"}} if float32 else {}
 
@@ -288,8 +289,9 @@ class Experts(Block):
         return (*router, *self.float32_tensors(source))
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`: w13 [experts, gate rows then up rows, hidden], w2 [experts,
-        hidden, columns], the router, the norm, and the shared expert."""
+        """Adds an engine worker's load-time parameters to `b`, with their pieces: w13 [experts, gate rows then up rows,
+        hidden], w2 [experts, hidden, columns], the router, the tensors of `float32_tensors`, the norm, and the shared
+        expert with its gate, if any. The worker has whole experts in contiguous runs, or columns of every expert."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         for name in (self._router(source), *self.float32_tensors(source)):
             b.whole(name, name)
@@ -354,8 +356,9 @@ class Experts(Block):
         return work.itemsize * (work.tokens * inner + gate)
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept for the backward pass: with "moe" only the norm's input and output; with "selective"
-        no output of the norm, and of the routed experts' activation only the inputs; with "none" `saved_bytes`."""
+        """Returns the bytes kept on a rank for the backward pass, for one micro-batch and one layer: with "moe" only
+        the norm's input and output; with "selective" no output of the norm, and of the routed experts' activation only
+        the inputs; with "none" all of `saved_bytes`."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         if recompute == "moe":
             return 2 * norm
@@ -392,8 +395,8 @@ class Experts(Block):
         return Messages(tensor=self.hidden if self.shared else 0.0, experts=self.per_token * self.hidden)
 
     def engine_width(self, cut: EngineCut) -> float:
-        """Returns the elements per token of vLLM's two work spaces for the fused MoE kernel, and of the shared
-        expert."""
+        """Returns the elements per token held by an engine worker, besides hidden states: the sum of vLLM's two work
+        spaces for the fused MoE kernel and the shared expert's intermediate results, if any."""
         inner = self.width if cut.expert_parallel else self.width / cut.workers
         shared = 3 * self.shared.width / cut.tensor if self.shared else 0.0
         return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden)) + shared

@@ -152,8 +152,9 @@ class FusedExperts(Experts):
             )
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`. With experts split by columns only worker 0 has the bias of the
-        second projection; the others' is zero, as the workers' results are summed."""
+        """Adds an engine worker's load-time parameters to `b`, with their pieces: the norm, the router and its bias,
+        w13 [experts, columns, 2, hidden] and w2 [experts, hidden, columns] with a bias each. With experts split by
+        columns only worker 0 has pieces for the bias of w2, because the workers' results are summed."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         for name in (self._router(source), f"{source}.mlp.router.bias"):
             b.whole(name, name)

@@ -95,8 +95,9 @@ class GatedMlp(Block):
         return norm + work.tokens * work.itemsize * kept * self.width / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept for the backward pass: with "moe" only the MLP's input; with "none" everything, and
-        with "selective" too, because the norm is fused into the product and the product keeps the norm's output."""
+        """Returns the bytes kept on a rank for the backward pass, for one micro-batch and one layer: with "moe" only
+        the block's input; with "none" and "selective" all of `saved_bytes`, because the norm is fused into the product,
+        which keeps the norm's output."""
         if recompute == "moe":
             return work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         return self.saved_bytes(work)

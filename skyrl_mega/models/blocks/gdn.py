@@ -121,8 +121,8 @@ class GatedDeltaNet(Block):
         raise without_fp8("FP8 has not been tested with a gated delta net", key)
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Adds a policy rank's parameters to `b`. The rows of in_proj are those of the rank's heads: queries, keys,
-        values, gates, β, decay. The convolution has the first three parts."""
+        """Adds a policy rank's parameters to `b`, with their pieces. The rows of in_proj are those of the rank's heads:
+        queries, keys, values, gates, β, decay. The convolution has queries, keys and values."""
         size, tp = place.parallel.tensor, place.coords.tp
         prefix, part = f"{target}.self_attention", self.sizes.part(size)
         if place.spec == "local":
@@ -194,8 +194,9 @@ class GatedDeltaNet(Block):
             )
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`. The rows of in_proj_qkvz and in_proj_ba are grouped by key head as
-        on disk (Qwen3-Next), or have the worker's heads of each part together (Qwen3.5)."""
+        """Adds an engine worker's load-time parameters to `b`, with their pieces. The rows of in_proj_qkvz and
+        in_proj_ba are grouped by key head as on disk (Qwen3-Next), or have the worker's heads of each part together
+        (Qwen3.5)."""
         rank, prefix = worker % cut.tensor, f"{source}.linear_attn"
         part = self.sizes.part(cut.tensor)
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
@@ -225,9 +226,10 @@ class GatedDeltaNet(Block):
         return TokenFlops(2 * (self.hidden * (rows + sizes.values) + sizes.window * sizes.convolved + 3 * state))
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes kept for the backward pass: the norm's input and output, the projection, the convolution's
-        input and output, β and decay, a matrix over the tokens of a chunk, and for the gated norm three copies of the
-        values in float32 and three in the model's type.
+        """Returns the bytes kept on a rank for the backward pass without recomputation, for one micro-batch and one
+        layer: the norm's input and output, the projection, the convolution's input and output, β and decay, a matrix
+        over the tokens of a chunk, and for the gated norm three copies of the values in float32 and three in the
+        model's type.
 
         A local layer computes the rule in float32. It keeps queries and keys before their norm, seven copies of them
         for each value head, six of the values, five matrices over the tokens of a chunk, and the state of every chunk.
@@ -248,9 +250,9 @@ class GatedDeltaNet(Block):
         return Messages(tensor=self.hidden)
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
-        """Returns the vLLM arguments for states in float32, as in training, and on a CPU for an engine without cached
-        prefixes: with states vLLM caches prefixes only if it may split a prompt over steps, which a CPU engine with
-        seeds cannot (`engines.vllm.spec`)."""
+        """Returns the vLLM arguments for states in float32, as in training (`mamba_ssm_cache_dtype`), and on a CPU also
+        `enable_prefix_caching` False: with states vLLM caches prefixes only if it may split a prompt over steps, which
+        a CPU engine with seeds cannot (`engines.vllm.spec`)."""
         states = {"mamba_ssm_cache_dtype": "float32"}
         return states | {"enable_prefix_caching": False} if device == "cpu" else states
 

@@ -93,7 +93,9 @@ class GroupedQueryAttention(Block):
             yarn: As in `Rope.read`.
 
         Raises:
-            UserError: A key is missing, or a value is not supported, such as `use_sliding_window` true.
+            UserError: A key is missing, or a value is not supported: the key-value heads do not divide the heads;
+                `use_sliding_window`, `dual_chunk_attention_config` or `bias_key` is set; `sliding_window` is set
+                without `use_sliding_window` and sinks; or `Rope.read` refuses a value.
         """
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
@@ -174,7 +176,7 @@ class GroupedQueryAttention(Block):
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Adds a policy rank's parameters to `b`. The rows of linear_qkv are interleaved by query group: query heads,
+        """Adds a policy rank's parameters to `b`, with their pieces. linear_qkv has rows by query group: query heads,
         their gates if any, then the key head, then the value head."""
         size, tp = place.parallel.tensor, place.coords.tp
         hf_prefix, megatron_prefix = f"{source}.self_attn", f"{target}.self_attention"
@@ -252,9 +254,9 @@ class GroupedQueryAttention(Block):
         }
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`. The rows of qkv_proj are the worker's q (each query followed
-        by its gate, if any), then k, then v. With fewer kv heads than workers, several workers hold the same kv
-        head."""
+        """Adds an engine worker's load-time parameters to `b`, with their pieces. The rows of qkv_proj are the worker's
+        q (each query followed by its gate, if any), then k, then v. With fewer kv heads than workers, several workers
+        hold the same kv head."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         target = f"{source}.attn" if self.sinks else prefix
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
@@ -290,9 +292,10 @@ class GroupedQueryAttention(Block):
         return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim, window=self.window)
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes kept for the backward pass: input and output of the first norm, queries and keys before the
-        norm and after rotation, values, the attention's output, the softmax's normaliser, the rotation's cosines and
-        sines unless fused, and with an output gate the gated result and the gate's sigmoid in float32.
+        """Returns the bytes kept on a rank for the backward pass without recomputation, for one micro-batch and one
+        layer: input and output of the first norm, queries and keys before the norm and after rotation, values, the
+        attention's output, the softmax's normaliser, the rotation's cosines and sines unless fused, and with an output
+        gate the gated result and the gate's sigmoid in float32.
 
         With an all-to-all of context ranks, the output is kept before and after the exchange. Without it, context ranks
         with sinks or a window keep the keys and values of the whole row. With `policy.spec=local`, keys and values are

@@ -164,8 +164,9 @@ class LatentAttention(Block):
         raise without_fp8("FP8 has not been tested with multi-head latent attention", key)
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Adds a policy rank's parameters to `b`: whole down-projections, and the rank's heads of the up-projections.
-        Transformer Engine fuses the norm of a latent vector into the up-projection."""
+        """Adds a policy rank's parameters to `b`, with their pieces: the norms and down-projections whole, and the
+        rank's heads of the up-projections and of the output projection. With Transformer Engine the norm of a latent
+        vector is a parameter of the up-projection."""
         rank, tensor, te = place.coords.tp, place.parallel.tensor, place.spec == "te"
         hf, target_prefix = f"{source}.self_attn", f"{target}.self_attention"
 
@@ -221,8 +222,9 @@ class LatentAttention(Block):
         return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_config": {"backend": "CPU_MLA"}}
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """Adds an engine worker's parameters to `b`: whole down-projections, with query and key in a single parameter,
-        and the worker's heads of the up-projections."""
+        """Adds an engine worker's load-time parameters to `b`, with their pieces: the norms and down-projections whole,
+        those of query and key in a single parameter if the query has one, and the worker's heads of the up-projections
+        and of the output projection."""
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
 
@@ -261,9 +263,9 @@ class LatentAttention(Block):
         return TokenFlops(2 * matrices, 2 * self.heads * (self.query + self.value), decoding)
 
     def saved_bytes(self, work: Work) -> float:
-        """Returns the bytes kept for the backward pass: input and output of the first norm, the latent vectors before
-        and after their norms, queries, keys, values, the attention's output, the softmax's normaliser, and the
-        rotation's cosines and sines."""
+        """Returns the bytes kept on a rank for the backward pass without recomputation, for one micro-batch and one
+        layer: input and output of the first norm, the latent vectors before and after their norms, queries, keys,
+        values, the attention's output, the softmax's normaliser, and the rotation's cosines and sines."""
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
         latents = 2 * ((self.query_rank or 0) + self.latent) + self.rotary
@@ -272,8 +274,8 @@ class LatentAttention(Block):
         return norm + tokens * b * (latents / tensor + heads + 4 * self.rotary) + tokens * 4 * self.heads / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """Returns the bytes kept for the backward pass: with "selective" without the first norm's output, which is
-        recomputed; with "moe" and "none" all of `saved_bytes`."""
+        """Returns the bytes kept on a rank for the backward pass, for one micro-batch and one layer: with "selective"
+        all but the first norm's output, which is recomputed; with "moe" and "none" all of `saved_bytes`."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         return self.saved_bytes(work) - (norm if recompute == "selective" else 0.0)
 
@@ -284,8 +286,8 @@ class LatentAttention(Block):
         return Messages(tensor=(gathered + self.hidden) / 2, context=exchanged(self.heads * width, parallel))
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes per token in the KV cache, of the latent vector and the shared key: every worker caches
-        both whole."""
+        """Returns the bytes per token for this block of one layer in the KV cache of an engine worker: the latent
+        vector and the shared key, which every worker caches whole, whatever `tensor` is."""
         return (self.latent + self.rotary) * itemsize
 
     def engine_width(self, cut: EngineCut) -> float:

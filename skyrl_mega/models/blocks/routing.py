@@ -47,8 +47,8 @@ class ExpertRouter:
             per_token: Number of experts of a token.
 
         Raises:
-            UserError: A key is missing or has an unsupported value, such as groups of experts that megatron-core ranks
-                in another way.
+            UserError: A key is missing, `norm_topk_prob` is not true, `topk_group` is above `n_group`, or with several
+                groups `topk_group` is not half of `per_token`.
         """
         if not flag(hf, "norm_topk_prob"):
             raise unsupported(hf, "norm_topk_prob", "true, as megatron-core always divides sigmoid scores by their sum")

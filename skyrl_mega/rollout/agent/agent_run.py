@@ -119,8 +119,9 @@ def _grade(
 
 
 def metrics(session: AgentSession) -> dict[str, float]:
-    """Returns the figures of a session by name (`agent_…`): requests, conversations (`agent_branches`), sampled tokens
-    that reached nobody, in all and by reason (`agent_dropped_…`, 0 included), parameters not followed by the run, and
+    """Returns the figures of a session by name: `agent_requests`; `agent_branches`, the conversations;
+    `agent_dropped_tokens`, the sampled tokens that reached nobody, and `agent_dropped_<reason>` for every reason in
+    `DROPPED`, 0 included; `agent_ignored_parameters`, not followed by the run; and `agent_retokenised_messages`, the
     assistant messages rendered as text."""
     return {
         "agent_requests": session.requests,

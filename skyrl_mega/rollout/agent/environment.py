@@ -32,8 +32,8 @@ class EnvironmentFault(Exception):
 
     @property
     def about(self) -> dict[str, str]:
-        """The trajectory's metadata of this fault: `error`, the text, and `at`, the line in the environment's own file,
-        if known."""
+        """The trajectory's metadata of this fault: `error`, the text; and `at`, the line in the environment's own file,
+        left out if unknown."""
         return {"error": str(self)} | ({"at": self.at} if self.at else {})
 
 

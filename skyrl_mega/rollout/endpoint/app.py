@@ -68,7 +68,8 @@ def parse_body(data: bytes) -> Mapping[str, Any]:
     """Returns the JSON object of a body.
 
     Raises:
-        BadRequest: The body is no JSON object, or a large body has too many values.
+        BadRequest: The body is no JSON object, has more than `BODY_BYTES` bytes, or has more than `LARGE_BYTES` bytes
+            and `MOST_VALUES` values.
     """
     if len(data) > LARGE_BYTES:
         marks = STRINGS.sub(b"", data)

@@ -74,7 +74,7 @@ class PolicyReply:
 
     @property
     def visible_calls(self) -> tuple[ToolCall, ...]:
-        """The calls as shown to the agent: all calls, or none if a call is unreadable."""
+        """The calls as shown to the agent: all calls, or () if a call is unreadable."""
         return () if any(call.error for call in self.tool_calls) else self.tool_calls
 
     @property

@@ -20,7 +20,7 @@ class Refinement(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Returns a conversation of three turns for each trajectory, `group.samples` branches.
+        """Returns `group.samples` branches, each a conversation of three turns, judged by the environment.
 
         Raises:
             GeneratorFault: `rollout.max_turns` is below 3.

@@ -68,8 +68,8 @@ class CrashHistory:
         return self.alone >= (ALONE_CRASHES_SIBLING if self.sibling_failed else ALONE_CRASHES)
 
     def record(self, worker: Any) -> None:
-        """Counts the crash of an actor that was running the trajectory, also in `alone` if the trajectory ran alone by
-        the rules."""
+        """Appends to `workers` an actor that crashed while running the trajectory. Counts the crash in `alone` too, if
+        the trajectory was quarantined and its worker could run no other trajectory (`together` 1)."""
         self.alone += self.quarantined and self.together == 1
         self.workers.append(worker)
 

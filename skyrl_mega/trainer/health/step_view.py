@@ -100,7 +100,7 @@ class StepView:
     def shares(self) -> dict[str, float]:
         """Returns three metrics by name: the share of groups with unequal rewards (`rollout/groups_differ`), of groups
         with unequal answers (`rollout/answers_differ`), and of turns with a stop string (`rollout/stop_strings`).
-        Shares of nothing are left out."""
+        Without groups the first two are left out; without turns, or without `rollout.sampling.stop`, the third."""
         metrics: dict[str, float] = {}
         if self.groups:
             metrics["rollout/groups_differ"] = _share(
@@ -167,8 +167,8 @@ def escaped(text: str) -> str:
 
 
 def example(t: Trajectory) -> str:
-    """Returns a phrase for a message: "e.g.", the end of the policy's last turn, the reward, and environment
-    metadata."""
+    """Returns a phrase for a message: "e.g.", the end of the policy's last turn, the reward, and the beginning of the
+    environment's metadata without `tool_calls`, if any."""
     last_turn = next(reversed(list(policy_texts(t))), "")
     metadata = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
     note = (

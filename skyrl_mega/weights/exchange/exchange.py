@@ -193,8 +193,9 @@ class Exchange:
         Args:
             source: This process's parameters by local name; None or {} in a process that sends nothing. Views from the
                 first run are reused while types, shapes and strides stay the same, at any address.
-            target: Likewise, for receiving. Parameters are looked up when parts arrive and are not held in between, so
-                the mapping may create a parameter then, and `loaded` may free the memory. Scales may be absent.
+            target: This process's parameters by local name, to be written; None or {} in a process that receives
+                nothing. Parameters are looked up when parts arrive and are not held in between, so the mapping may
+                create a parameter then, and `loaded` may free the memory. Scales may be absent.
             checksums: True to verify every part after arrival; the same in all processes.
             loaded: Called with a target parameter's name after the last part is written; None calls nothing. On a GPU
                 the copies are then queued on the current stream, free for use by the callback.

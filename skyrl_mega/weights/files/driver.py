@@ -94,8 +94,9 @@ class FileSync:
             inputs: Inputs of a sync's plan, with the policy's layout.
 
         Returns:
-            The engines that could not fetch a full image: rank → cause; and metrics by name, with the seconds of the
-            fetch.
+            The engines that could not fetch a full image: rank → cause; and metrics by name: `time/sync/fetch` in
+            seconds, and if this call published, `time/sync/publish` and `sync/files/*` of the last publication:
+            `bytes_written`, `share` of the uncompressed bytes, `changed` share of the elements, and `full` (1 or 0).
 
         Raises:
             ActorFailed: A policy rank could not write or did not answer in time, or the manifest could not be written.

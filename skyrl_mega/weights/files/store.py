@@ -53,7 +53,8 @@ class Store(ABC):
         repeated.
 
         Raises:
-            StoreError: The store failed.
+            StoreError: The store failed, or the block raised an OSError. Stores of fsspec raise it for all errors of
+                the block but UserError and MemoryError.
         """
 
     @abstractmethod
@@ -125,8 +126,8 @@ class FolderStore(Store):
             raise StoreError(f"{path}: {error}") from error
 
     def list_keys(self) -> list[str]:
-        """Returns the keys of all objects, in no order. Hidden files, which are being written, are left out, and so are
-        folders that cannot be read."""
+        """Returns the keys of all objects, in no order; [] if the folder is empty or missing. Leaves out hidden files,
+        which are being written, and folders that cannot be read. Raises no StoreError."""
         names = [
             str((Path(folder) / file).relative_to(self.folder))
             for folder, _, files in os.walk(self.folder)
@@ -135,8 +136,8 @@ class FolderStore(Store):
         return [name for name in names if not Path(name).name.startswith(".")]
 
     def remove(self, key: str) -> None:
-        """Removes a file, and the folders that are then empty; a missing file is no error. Raises StoreError if the
-        file cannot be removed."""
+        """Removes a file, and the folders of the store that are then empty; a missing file or a folder that cannot be
+        removed is no error. Raises StoreError if the file cannot be removed."""
         path = self.folder / key
         try:
             path.unlink(missing_ok=True)

@@ -73,8 +73,8 @@ def with_scales(layout: Layout, names: frozenset[str]) -> Layout:
 
 
 def scale_shapes(tensors: Mapping[str, tuple[int, ...]], names: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Returns name → shape of the scale tensors of the tensors `names`: every size divided by the block size, rounded
-    up.
+    """Returns name → shape of the scale tensors of the tensors `names`: the name with `SUFFIX`, and every size divided
+    by the block size, rounded up.
 
     Args:
         tensors: Shape of each tensor.

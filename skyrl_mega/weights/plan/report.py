@@ -18,7 +18,7 @@ MAX_NODES = 40
 
 def identity(plan: Plan, wire: str) -> dict[str, Any]:
     """Returns the values for comparing two runs' plans: `digest`, `wire`, `bytes_in_max` (largest number of bytes
-    received by an engine worker), and `devices` of both ends.
+    received by an engine worker), and `devices`, the device numbers of `policy` ranks and `engines` workers.
 
     Args:
         plan: The plan.
@@ -33,7 +33,9 @@ def identity(plan: Plan, wire: str) -> dict[str, Any]:
 
 
 def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -> dict[str, Any]:
-    """Returns all values of the plan's report, as in JSON: bytes and seconds, with lists by rank, NIC, device and node.
+    """Returns all values of the plan's report, for JSON: those of `identity`; `policy_ranks`, `engine_ranks`, `parts`
+    and `routes` (numbers); `planning_seconds`, `predicted_seconds`, `host_seconds`, `sync_seconds`, `bound_seconds` and
+    `seconds` by kind of link; `nic_imbalance`; and `bytes`, with sums and lists by rank, NIC, device and node.
 
     Args:
         plan: The plan.

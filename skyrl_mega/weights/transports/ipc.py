@@ -164,7 +164,8 @@ class ToOwner(PeerChannel):
         """The owner's buffers, uint8."""
 
     def close(self) -> None:
-        """Closes the connection and releases this process's access to the owner's buffers."""
+        """Closes the connection, which the owner notices at once, and releases this process's access to the owner's
+        buffers. Closing twice is harmless."""
         super().close()
         self.buffers = torch.empty(0, dtype=torch.uint8)
 
