@@ -133,6 +133,13 @@ def test_the_published_grader(action: str, either: int, dapo: int) -> None:
     assert reward("aime", "34", action, answer="dapo") == dapo
 
 
+def test_the_published_grader_reads_an_answer_in_the_channels_of_harmony() -> None:
+    analysis = "<|channel|>analysis<|message|>maybe Answer: 33<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>Answer: 34"
+    assert reward("aime", "34", analysis + final, answer="dapo") == 1
+    assert reward("aime", "33", analysis, answer="dapo") == 1, "without a final answer, that of the analysis counts"
+
+
 def test_pairs_by_hand() -> None:
     """Compares pairs written by hand: letters, equations, lists, ratios, units and percentages stay distinct.
 
