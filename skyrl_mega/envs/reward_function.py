@@ -86,7 +86,7 @@ class RewardFunctionEnv(BaseTextEnv):
         return None
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Keeps the prompt as an argument of the function; returns the prompt unchanged."""
+        """Keeps the prompt as an argument of the function; returns the prompt unchanged, and {}."""
         self.prompt = prompt
         return prompt, {}
 

@@ -43,7 +43,8 @@ class SkyrlEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Calls `step` of the user's environment and returns its observations, reward, end and metadata; the result of
-        `get_metrics`, if any, goes to `metadata["metrics"]`. Errors of the user's code are raised unchanged.
+        `get_metrics`, if any, goes to `metadata["metrics"]`. A result that is no mapping is returned unchanged, and
+        refused later. Errors of the user's code are raised unchanged.
 
         Raises:
             BadOutput: The environment changes the policy's text (`postprocessed_action`).

@@ -229,7 +229,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Any:
 
 
 def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns metric → mean over the dicts with a number for this metric."""
+    """Returns metric → mean over the dicts with a number for this metric; a metric without any number is left out."""
     names = dict.fromkeys(name for figures in metrics for name in figures)
     values = {n: [float(f[n]) for f in metrics if isinstance(f.get(n), int | float)] for n in names}
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}

@@ -57,7 +57,8 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
     """Returns single settings and the bytes freed by each, for settings freeing at least `MIN_GAIN` and passing all
     checks, including host memory; largest gain first. The settings may still not suffice. [] if nothing helps. Raises
-    UserError if the files of a draft model or head cannot be used.
+    UserError if the files of a draft model or head cannot be used, and ValueError if `policy.micro_tokens` is not
+    decided.
 
     Args:
         config: The settings.

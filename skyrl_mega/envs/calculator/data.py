@@ -34,7 +34,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name → rows, to be read once: `train.parquet`, `test.parquet` (also with no row), and
     `demonstrations.parquet` if requested.
 
-    Deterministic in `args.seed`. No test problem is a training problem, not even mirrored.
+    Deterministic in `args.seed`. No test problem is a training problem, not even mirrored. The environment of the
+    problems is `args.env`; demonstrations are drawn with repetition from the training problems and always have the
+    environment `calculator`, and each one guesses without the calculator with the probability `args.wrong`.
 
     Raises:
         UserError: `args.digits` allows fewer problems than requested.

@@ -118,7 +118,8 @@ class Apptainer:
         """Pulls the image into a file of `folder` within `timeout_s` seconds, and returns at once if the file exists.
 
         Raises:
-            UserError: There is no such image or file, or the image is not a .sif file and no `folder` is given.
+            UserError: There is no such image or file, its registry refuses access, or the image is not a .sif file and
+                no `folder` is given.
             InfrastructureFault: The registry cannot be reached, or the time limit has passed.
         """
 

@@ -130,8 +130,10 @@ class CommandLineRuntime:
         recently used pulled images above `images_gib`. Returns at once if the image is on this machine.
 
         Raises:
-            UserError: There is no such image, or the folder of notes on pulled images belongs to another user.
+            UserError: There is no such image, its registry refuses access, or the folder of notes on pulled images
+                belongs to another user.
             InfrastructureFault: The registry cannot be reached, the time limit has passed, or the client does not work.
+            OSError: The note on a pulled image cannot be written.
         """
         most = int(self.options["images_gib"]) * 2**30
         images.make_available(self, image, timeout_s, most or None)

@@ -118,7 +118,7 @@ class ContainerPool:
         time of the environment's step.
 
         Raises:
-            UserError: There is no such image.
+            UserError: There is no such image, its registry refuses access, or the runtime has no folder for it.
             InfrastructureFault: The registry cannot be reached, or the time limit has passed.
         """
         with waiting():
@@ -165,7 +165,7 @@ class ContainerPlace:
             timeout_s: Time limit of the start in seconds; the wait and the pull have limits of the pool.
 
         Raises:
-            UserError: There is no such image.
+            UserError: There is no such image, its registry refuses access, or the runtime has no folder for it.
             InfrastructureFault: No place becomes free, the pull fails or is late, or the container does not start.
         """
         if not self._taken:

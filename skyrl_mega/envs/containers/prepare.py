@@ -45,6 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         UserError: An argument is wrong, no image is named, or the runtime does not work on this machine.
         InfrastructureFault: The runtime's client cannot be started.
+        SystemExit: After printing the help for `--help`.
     """
     chosen = parser().parse_args(arguments)
     pool = make_pool(chosen.runtime, _options(chosen.options), "--options")
@@ -65,7 +66,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def images_of(tasks: Path) -> Iterator[str]:
-    """Yields the image of each task in a folder (`<task>/task.json`, key `image`); skips tasks without an image.
+    """Yields the image of each task in a folder (`<task>/task.json`, key `image`), in the order of the tasks' names and
+    with repetitions; skips tasks whose `image` is missing, empty or no text.
 
     Raises:
         UserError: The folder does not exist, or a task's file cannot be read.

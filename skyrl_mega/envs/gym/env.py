@@ -43,6 +43,7 @@ class GymEnv(BaseTextEnv):
 
         Raises:
             UserError: gymnasium is missing or cannot create the environment, or its observations are not text.
+            Exception: The gymnasium environment's `reset` raised it.
         """
         env = _make(options)
         try:
@@ -69,6 +70,7 @@ class GymEnv(BaseTextEnv):
 
         Raises:
             UserError: The observation is not text.
+            Exception: The gymnasium environment's `reset` raised it.
         """
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))

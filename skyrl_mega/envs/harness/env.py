@@ -79,8 +79,8 @@ class HarnessEnv(AgentEnv):
         """Checks program, variables, and the sandbox or the container runtime on this machine.
 
         Raises:
-            UserError: `command` or `reward` is missing, the program does not exist, a variable is not set, or the
-                machine lacks a confinement or the runtime.
+            UserError: `command` or `reward` is missing, the program does not exist, a variable is not set, the machine
+                lacks a confinement or the runtime, or the judge's own `check_ready` refuses.
             InfrastructureFault: The sandbox, or the client of the containers, does not start.
         """
         judge = _judge(options)
@@ -171,8 +171,10 @@ class HarnessEnv(AgentEnv):
         Raises:
             ProgramFailed: The program failed or was ended for memory, and the option `failed_exit` is `error`.
             BadOutput: The judge gave no reward, or asks for another turn.
-            UserError: The image does not exist, or a file of a software task cannot be used, such as its test patch.
+            UserError: The image does not exist, the machine lacks a required confinement, or a file of a software task
+                cannot be used, such as its test patch.
             InfrastructureFault: The program or container cannot be started, or the container is gone.
+            Exception: The judge raised it.
         """
         self.place.open()
         try:

@@ -138,7 +138,7 @@ class ProgramContainer:
         starts the container within `START_S` seconds. All of this counts as waiting, not as time of the step.
 
         Raises:
-            UserError: There is no such image.
+            UserError: There is no such image, its registry refuses access, or the runtime has no folder for it.
             InfrastructureFault: No place becomes free, the pull fails or is late, or the container does not start.
         """
         if self._container is None:
@@ -264,7 +264,7 @@ def place_of(options: Mapping[str, Any], judge: AnswerJudge, extras: Mapping[str
 
     Raises:
         UserError: `command` is missing, the program, a script or a variable does not exist, an option of the sandbox is
-            wrong, or the row has no image or no valid image.
+            wrong, the row has no image or no valid image, or its software task cannot be read.
     """
     if issubclass(judge.cls, SweEnv):
         task = judge.cls(env_config=judge.options, extras={**extras, "max_turns": 1})

@@ -58,7 +58,9 @@ class LcbEnv(BaseTextEnv):
         """Runs the program in the last fenced block of the answer on the tests, and ends the trajectory.
 
         The reward is 1 if every test passes, else 0; with the option `reward=share`, the share of the tests that pass.
-        An answer without a fenced block gets 0. `metadata` has `parsed_code` (None without a block) and `verdicts`.
+        An answer without a fenced block gets 0. With the option `max_tests`, only that many tests count, the first.
+        `metadata` has `parsed_code` (None without a block) and `verdicts`, the results of the tests up to the first
+        that fails; with `reward=share`, of all tests.
 
         Raises:
             InfrastructureFault: The sandbox cannot start a program.

@@ -33,7 +33,7 @@ def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
         result: Receives the confinements gained, or the reason under `absent`.
 
     Returns:
-        False if the machine refuses.
+        True once this process is in the namespaces; False if the machine refuses new namespaces.
 
     Raises:
         OSError: The namespaces of the workspace cannot be entered.

@@ -16,7 +16,9 @@ KEPT = (
 
 
 def inside() -> dict[str, str]:
-    """Returns the environment variables of a confined command. The jail adds `HOME` and `TMPDIR`, its folder."""
+    """Returns the environment variables of a confined command, none of them of this process: `PATH`, `LANG`,
+    `PYTHONDONTWRITEBYTECODE`, `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS`. The jail adds `HOME` and `TMPDIR`, its
+    folder."""
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return {"PATH": f"{OWN_PROGRAMS}:{SYSTEMS_PROGRAMS}", "LANG": "C.UTF-8", **quiet}
 

@@ -174,8 +174,9 @@ class SweEnv(BaseTextEnv):
         unchanged, and no information.
 
         Raises:
-            UserError: The task has no repository, the repository exceeds the disk limit, or the image does not exist.
-            InfrastructureFault: The container does not start.
+            UserError: The task has no repository, or the repository exceeds the disk limit. For a container, no image
+                is named, or the image does not exist or lacks a tool or the folder.
+            InfrastructureFault: The container does not start or does not take the files, or a script of the task fails.
         """
         self.session.open(float(self.options["command_timeout_s"]))
         return prompt, {}
@@ -188,10 +189,14 @@ class SweEnv(BaseTextEnv):
         has one, and then judges the work. Judged work has reward 1 if the tests pass and the canaries fail, else 0. A
         turn that does not judge has reward 0.
 
+        `metadata` has `command` (None without one), after a command `status` and `tool_calls`, and after judging
+        `tests`, `tests_unproved`, `tests_output`, `canaries` and, if the work could be read, `changes_ignored`.
+
         Raises:
             InfrastructureFault: The sandbox cannot start a command, the container is lost, or a container for the tests
                 does not start.
-            UserError: The task's test patch does not apply, or its hidden files cannot be read.
+            UserError: The task's test patch does not apply, its hidden files cannot be read, or the machine lacks a
+                confinement.
         """
         self.turns += 1
         deadline = working_clock() + self.longest_step_s(self.options)
