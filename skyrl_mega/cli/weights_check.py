@@ -35,6 +35,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
         UserError: The settings are wrong.
         ActorFailed: An actor died, raised or did not answer; names the root cause.
         ClusterError: Ray did not start, or lacks the GPUs.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare`, run for absent data, failed.
     """
     with opened(file, overrides, as_json=as_json) as run:
         run.residency.enter("train")  # so that engines have slept before the comparison
@@ -60,6 +61,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
         UserError: The settings are wrong.
         ActorFailed: An actor did not start.
         ClusterError: Ray did not start, or lacks the GPUs.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare`, run for absent data, failed.
     """
     with tempfile.TemporaryDirectory(prefix="weights-check-") as directory:
         fixed_settings = [

@@ -103,6 +103,7 @@ def compare(
         UserError: The settings are wrong.
         ActorFailed: An actor died, raised or did not answer.
         ClusterError: Ray did not start, or lacks the GPUs.
+        InfrastructureFault, pyarrow.ArrowException: `data.prepare`, run for absent data, failed.
     """
     with opened(file, overrides, as_json=as_json) as run:
         batch = _sample(run, prompts, samples)

@@ -17,8 +17,8 @@ SETTINGS = "expandable_segments:True"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables for a policy process on top of `environ`; empty if the user configured the
-    allocator."""
+    """Returns environment variables for a policy process on top of `environ`: `PYTORCH_CUDA_ALLOC_CONF` with the value
+    `SETTINGS`; {} if the user configured the allocator by one of `VARIABLES`."""
     return {} if any(environ.get(name) for name in VARIABLES) else {VARIABLES[1]: SETTINGS}
 
 

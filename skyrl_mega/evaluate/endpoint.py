@@ -73,7 +73,8 @@ class Endpoint:
             extra: Additional fields of each request, as a JSON object (`--request`).
 
         Raises:
-            UserError: The address is invalid, the model's name is missing, or the fields are no JSON object.
+            UserError: The address is invalid or contains a user or password, the model's name is missing, or the fields
+                are no JSON object.
         """
         try:
             parsed = httpx.URL(url)

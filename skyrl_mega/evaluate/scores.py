@@ -55,8 +55,9 @@ class SetScores:
 def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0) -> SetScores:
     """Returns the scores of a set.
 
-    Failed samples are left out of `scores`, but count in `failed`, `truncated` and `tokens`. A prompt with failed
-    samples only counts in `unjudged`.
+    `scores` has `reward`, `accuracy` and `pass`, and all metrics of the samples but the first, which is the accuracy;
+    {} if every sample failed. Failed samples are left out of `scores`, but count in `failed`, `truncated` and `tokens`.
+    A prompt whose samples all failed counts in `prompts` and in `unjudged`.
 
     Args:
         name: Name of the set.

@@ -91,8 +91,10 @@ def export(
         progress: Receiver of progress reports.
 
     Raises:
-        UserError: The checkpoint is incomplete, of another model or of another type; or the output exists already, is
-            being written by another export, or does not fit on the disk. Nothing has been written then.
+        UserError: The checkpoint is incomplete or of another model, or lacks master weights for "master"; the model's
+            family is unknown, or for `fp8` the model is not in block FP8; or the output is no new or empty directory,
+            may not be written to, is being written by another export, or does not fit on the disk. Nothing has been
+            written then.
         Damaged: A file of the checkpoint differs from the saved state. A UserError, but perhaps after writing began.
         WorkerDied: A worker was killed.
         ExportMismatch: The written data differs from the checkpoint; only with `verify`.

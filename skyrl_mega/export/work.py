@@ -189,6 +189,7 @@ class ExportWorker:
         Raises:
             ExportMismatch: The files differ; names the tensor and the entry.
             Damaged: The entry's file is too short or differs from the saved state.
+            OSError: A file cannot be read.
         """
         job, entry = self.job, self.job.entries[index]
         file, crc = self.folder / self._places[entry.tensor][0], 0

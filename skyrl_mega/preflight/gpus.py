@@ -186,7 +186,7 @@ def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], 
 def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
     """Returns findings about missing, unhealthy, busy and unequal GPUs, GPUs that torch does not see, old drivers, and
     recent Xid errors of `XIDS`: bad, or warn if a run may work nevertheless; [] without any. More GPUs than wanted are
-    no finding.
+    no finding. A node with `GpuFacts.error` gets only this error as a finding (bad).
 
     Args:
         facts: State of the GPUs by node.

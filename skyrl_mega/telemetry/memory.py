@@ -46,7 +46,7 @@ class MemoryMeter:
 
     def read(self) -> MemoryReading:
         """Returns the memory use since the previous call and resets the peaks of this process. On a CPU only `peak`
-        (the process's resident memory) and `node` are measured."""
+        (the process's resident memory) and `node` are measured; the other fields are None."""
         node = self._node()
         if not self.cuda:
             return MemoryReading(self._resident(), node)

@@ -263,7 +263,8 @@ def home(text: str) -> str:
 
 
 def files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the paths of data files, a text or a list, as a list for the first setting in `here`.
+    """Returns the paths of data files, a text or a list, as a list for the first setting in `here`, with
+    `${oc.env:HOME}` for a leading `~`.
 
     Raises:
         Dropped: An entry is no text.
@@ -289,7 +290,7 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     """Returns the list of trackers for the first setting in `here`: our defaults plus the given trackers.
 
     Raises:
-        Dropped: A single tracker is unknown, or the list adds nothing to our defaults.
+        Dropped: At least one of the trackers is unknown, or the list adds nothing to our defaults.
     """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if unknown := [name for name in names if name not in (*TRACKERS, "console", "none", "all")]:

@@ -98,7 +98,9 @@ def summary(migration: Migration) -> str:
 
 
 def as_values(migration: Migration) -> dict[str, Any]:
-    """Returns settings, account, counts, assumptions and remaining defaults as JSON values, with secrets masked."""
+    """Returns the migration as JSON values, with secrets masked: `program`, `settings`, `rows` (the account), `counts`
+    (rows by kind), `assumptions`, `to_add` (a list with a text if the reward is missing, else []) and `defaults`
+    (`remaining`)."""
     rows = [
         {
             "kind": r.kind,

@@ -106,7 +106,7 @@ def options(words: Sequence[str], known: Container[str]) -> list[str]:
 
 
 def keys(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Returns an error line for every `key=value` of a command line with a key of another program.
+    """Returns an error line for every `key=value` of a command line with a key of another program; [] without any.
 
     Args:
         words: Arguments of the command.

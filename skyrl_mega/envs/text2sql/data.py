@@ -66,7 +66,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--source` or small generated databases.
 
     Without `--source`, first writes the databases to `<output>/database`. The databases of the test rows never occur in
-    the training rows. Questions without a database file are left out.
+    the training rows. Questions without a database file are left out, and so are questions to a database whose schema
+    has more than `--longest` characters, and the `--shots` training questions shown as examples. `--limit` keeps so
+    many rows of each split, drawn at random by `args.seed`.
 
     The databases are read while the rows are iterated, so the errors of a database may come only then.
 

@@ -186,7 +186,8 @@ def wrong_query(file: Path, sql: str) -> str | None:
 
 
 def schema(file: Path, max_characters: int) -> str:
-    """Returns the statements that create a database's tables, cut to `max_characters`. Only for trusted files.
+    """Returns the statements that create a database's tables, a line each, with `;` between them; "" without tables. A
+    longer text is cut to `max_characters`, and ` …` is added. Only for trusted files.
 
     Raises:
         OSError: The file is no database.

@@ -109,7 +109,9 @@ class Text2SqlEnv(BaseTextEnv):
 
         A solution earns 1 for the gold query's rows, else 0; −1 for a broken format. Earlier turns earn 0. A failing
         query is an observation for the policy, not an error. `metadata` has in earlier turns `sql` (None without a
-        query) and after a query `error` and `tool_calls`.
+        query) and after a query `error` and `tool_calls`. In the last turn it has `solution` (None for a broken
+        format), with a solution `error`, and if there are any `gold_error` and `differs`, the reason why the rows
+        differ.
 
         Raises:
             InfrastructureFault: The sandbox cannot start.

@@ -62,8 +62,8 @@ class ToolChoiceEnv(ToolEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges the calls of the turn, and ends the trajectory: returns reward 1 for the calls of the ground truth,
-        else 0, and no messages. An expected message needs a text and no call. `metadata` has the calls and the expected
-        calls."""
+        else 0, and no messages. An expected message needs a text and no call. `metadata` has `tool_calls`, the calls of
+        the turn, and `expected`, the expected calls."""
         self.turns += 1
         message = self.parse(action, self.turns)
         if self.expected:

@@ -154,7 +154,9 @@ class VerifiersEnv(AgentEnv):
             prompt: Unused: the row's task is the environment's own record.
 
         Returns:
-            The environment's reward; no observations, `done` True, and in `metadata` figures and the reason of the end.
+            The environment's reward; no observations and `done` True. `metadata` has `metrics`, the environment's own
+            with `verifiers_s` (seconds) and `verifiers_cut` (1 if the rollout was cut off), and `verifiers` with `env`,
+            `stop` (the reason of the end) and `stderr`.
 
         Raises:
             VerifiersStopped: The environment's agent ended with an error, as after a refused request.

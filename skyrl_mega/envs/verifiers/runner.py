@@ -88,8 +88,9 @@ class Classic:
         return [{"prompt": messages(row.get("prompt")), "task": dict(row)} for row in dataset]
 
     async def play(self, order: Mapping[str, Any], url: str, model: str) -> dict[str, Any]:
-        """Plays a task and returns the result: `reward`, `metrics` (name → number) and `notes`; after an error of the
-        environment the result of `failure`, with `notes`.
+        """Plays a task and returns the result: `reward` (0 if the environment gives none), `metrics` (name → number)
+        and `notes`; after an error of the environment the result of `failure`, with `notes`. `notes` has `stop`, the
+        reason of the end, and `cut`, True for a rollout that was cut off.
 
         Args:
             order: The order, with `task`, `timeout_s` and `max_turns`.
@@ -164,7 +165,8 @@ class TaskSet:
                 )
 
     def tasks(self, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns `train` and `test` → records with `prompt` and `task`: the first tasks, and the next tasks."""
+        """Returns `train` and `test` → records with `prompt` and `task`: the first tasks, and the next tasks; with too
+        few tasks as `split` divides them."""
         tasks = list(itertools.islice(iter(self.env.taskset), train + test))
         return split(
             [self._record(task.data.model_dump(mode="json", exclude_none=True)) for task in tasks], train, test
@@ -176,8 +178,9 @@ class TaskSet:
         return {"prompt": [*first, *messages(data.get("prompt"))], "task": data}
 
     async def play(self, order: Mapping[str, Any], url: str, model: str) -> dict[str, Any]:
-        """Plays a task and returns the result: `reward`, the mean of all trained agents, `metrics` with every reward
-        and metric, and `notes`; after an error the result of `failure`.
+        """Plays a task and returns the result: `reward`, the mean of all trained agents, `metrics` with the mean of
+        every reward and metric, and `notes`; after an error the result of `failure`. `notes` has `stop`, the reason of
+        each agent's end, and `cut`, True if one of the agents was cut off.
 
         Args:
             order: The order, with `task`.
@@ -285,7 +288,8 @@ def split(records: list[dict[str, Any]], train: int, test: int) -> dict[str, lis
 
 
 def messages(prompt: Any) -> list[dict[str, str]]:
-    """Returns a prompt as messages of plain text, for people; the agent decides about the policy's messages."""
+    """Returns a prompt as messages of plain text, for people; the agent decides about the policy's messages. A text
+    becomes a user's message, an empty prompt the user's message `OPENING`, and a part without text `[type]`."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     shown = [{"role": str(m.get("role")), "content": _text(m.get("content"))} for m in prompt or ()]
