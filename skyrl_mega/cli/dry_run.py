@@ -83,10 +83,8 @@ def values(
 ) -> dict[str, Any]:
     """Returns the content of `--dry-run --json`: placement, memory in bytes, sync, times in seconds and notes, by name.
 
-    `sync` and `gpu_memory` are None on a CPU, `containers` is None without environments in containers, and `reference`
-    and `critic` are [] without such ranks. `seconds` and `time` are None on a CPU without measured rates
-    (`cluster.rates_file`).
-    Secrets are masked in `config`, but not in texts such as notes.
+    None: `sync` and `gpu_memory` on a CPU; `seconds` and `time` on a CPU without measured rates (`cluster.rates_file`);
+    `containers` without any. Secrets are masked in `config`, but not in texts such as notes.
 
     Args:
         config: The settings, accepted by `checked`.

@@ -67,7 +67,8 @@ class Inputs:
 
 
 def values(inputs: Inputs, args: argparse.Namespace | None) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns the seconds of a mean step by phase, and all values about time for `--json` (`time` of a dry run).
+    """Returns the seconds of a mean step by phase, and all values about time for `--json` (`time` of a dry run):
+    `trajectories`, `columns`, `run`, `causes`, `rates` and `not_counted`.
 
     Args:
         inputs: The inputs.

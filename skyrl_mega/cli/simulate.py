@@ -114,7 +114,7 @@ class Simulator:
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
         """Simulates a mode in each split that can run it; returns a row for each, in the order of `splits`; [] if none
-        can. Prints and adds to `finished` as `row` does.
+        can. Prints a line to standard error before each simulation, and adds each row to `finished`.
 
         Args:
             config: The given settings.

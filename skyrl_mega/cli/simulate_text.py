@@ -263,8 +263,9 @@ def _cells(row: SimulatedRow, best: bool) -> tuple[str, ...]:
 
 
 def values(c: Comparison) -> dict[str, Any]:
-    """Returns the results of a simulation as plain values for `--json`: rows of each table, refused modes, advice and
-    notes."""
+    """Returns the results of a simulation as plain values for `--json`: rows of each table (`modes`, `shared`, `splits`
+    and `engines`), `refused` modes, `no_split` (the reason or None), `advice` (changed settings, None without any),
+    `notes`, the number of `trajectories` per step, and the `workload`."""
     return {
         "modes": [_values(row) for row in c.rows],
         "shared": [_values(row) for row in c.shared_engines],

@@ -79,7 +79,8 @@ class PromptStream:
         self.returned = [*indices, *self.returned]
 
     def state(self) -> dict[str, Any]:
-        """Returns the position and the identity of the data as JSON values, for a checkpoint; `restore` reads them."""
+        """Returns the position and the identity of the data as JSON values, for a checkpoint and `restore`: `position`,
+        `count`, `seed` and `shuffle`, and unless empty `rows` and `returned`."""
         state: dict[str, Any] = {
             "position": self.position,
             "count": self.count,

@@ -98,7 +98,15 @@ class StageBuffers:
 def stage_buffers(
     chunks: Sequence[Parameters], parallel: ParallelDims, pp: int, freeze_router: bool, *, overlap: bool
 ) -> StageBuffers:
-    """Returns the buffers of pipeline stage `pp`, counted from 0. The arguments are those of `model_state`."""
+    """Returns the buffers of a pipeline stage.
+
+    Args:
+        chunks: Model chunks of a rank of the stage, from `parameters.stage`.
+        parallel: The grid of ranks.
+        pp: Pipeline stage, from 0.
+        freeze_router: True if routers are not trained.
+        overlap: True if communication overlaps with compute, which adds padding.
+    """
     frozen, fixed, dense, expert = 0, 0, [], []
     for i, chunk in enumerate(chunks):
         full = full_bucket(parallel, pp, i) if overlap else None
@@ -115,8 +123,15 @@ def stage_buffers(
 def rank_state(
     buffers: StageBuffers, parallel: ParallelDims, at: RankCoords, itemsize: int, moments: int
 ) -> ModelState:
-    """Returns the bytes allocated by the rank at `at` for weights, gradients and optimizer state, given the buffers
-    of its pipeline stage. The other arguments are those of `model_state`."""
+    """Returns the bytes allocated by a rank for weights, gradients and optimizer state.
+
+    Args:
+        buffers: Buffers of the rank's pipeline stage, from `stage_buffers`.
+        parallel: The grid of ranks.
+        at: Coordinates of the rank in the grid.
+        itemsize: Bytes of a parameter element: 2 or 4. With 2, the optimizer state includes float32 master weights.
+        moments: Bytes of Adam's two moments per element, a value of `MOMENTS`.
+    """
     owned = [flat.owned(at.dp * parallel.context + at.cp) for flat in buffers.dense]
     owned += [flat.owned(at.edp) for flat in buffers.expert]
     numel = sum(flat.numel for flat in (*buffers.dense, *buffers.expert))

@@ -12,8 +12,8 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row of a table per policy rank: coordinates, and ranges (`0-7`, inclusive) of the rank's layers, heads
-    and experts, by name of the column."""
+    """Returns a row of a table per policy rank, by name of the column: `rank`, its coordinates, and ranges (`0-7`,
+    inclusive) of the rank's layers, heads and experts."""
     rows = []
     for rank in range(parallel.ranks):
         at = parallel.coordinates(rank)
@@ -28,8 +28,8 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row of a table per worker of one engine, with the ranges of the worker's layers, heads and experts, by
-    name of the column; all engines are alike, so one is shown."""
+    """Returns a row of a table per worker of one engine, by name of the column: `worker`, and ranges (`0-7`, inclusive)
+    of the worker's layers, heads and experts. All engines are alike, so one is shown."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

@@ -59,7 +59,8 @@ class PreflightReport:
         return f"preflight of {count}: {state}{rate}; {self.seconds:.1f} s"
 
     def values(self) -> dict[str, Any]:
-        """Returns the report as JSON values, as in `preflight.json`; `fit` is true if no node is bad."""
+        """Returns the report as JSON values, as in `preflight.json`: `fit` (true if no node is bad), `bad`, `nodes`
+        (node → check → status), `findings`, `gb_s` and `seconds`."""
         return {
             "fit": not self.bad,
             "bad": list(self.bad),

@@ -90,7 +90,8 @@ class SearchClient:
         """Waits until the service is ready and returns its state: `ready`, `version`, `passages`, `methods`, `waiting`.
 
         Raises:
-            RetrievalError: As for `search`; also if the service does not become ready within `timeout_s`.
+            RetrievalError: The service does not answer or become ready within `timeout_s`, rejects the request, or
+                answers in another form.
         """
         state = self._wait(self._ask("GET", "/health", None))
         if not isinstance(state, dict):
@@ -125,8 +126,8 @@ class SearchClient:
 
 @lru_cache(maxsize=16)
 def shared_client(url: str, token: str | None, timeout_s: float) -> SearchClient:
-    """Returns the client of this process for these settings, as for `SearchClient`; creates the client at the first
-    call. `token` is None for a service without a token. `close` must not be called on a shared client.
+    """Returns this process's `SearchClient` for an address, a token (None: a service without a token) and the seconds
+    of a search with all attempts; creates the client at the first call. `close` must not be called on a shared client.
 
     Environments, which are created all the time, share connections in this way.
     """

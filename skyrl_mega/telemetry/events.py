@@ -76,7 +76,8 @@ class EventLine:
 
 
 def row(event: Event, after_step: int) -> dict[str, Any]:
-    """Returns the object written to `events.jsonl` for an event, with the present time.
+    """Returns the object written to `events.jsonl` for an event: `time` (the present time), `kind`, `after_step`,
+    `text`, and the event's facts.
 
     Args:
         event: The event.

@@ -236,7 +236,8 @@ def model(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns a model's path for every setting in `here`, like `model`; null stays null.
+    """Returns a model's path for every setting in `here`; null stays null. A name on the Hugging Face hub becomes a
+    folder in `MODELS`, with the command for the download as reason (`model`).
 
     Raises:
         Dropped: The value is null, and a setting does not allow null.
@@ -245,7 +246,8 @@ def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def reference(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the reference's path like `path`; null stays null.
+    """Returns the reference's path for every setting in `here`; null stays null. A name on the Hugging Face hub becomes
+    a folder in `MODELS`, with the command for the download as reason (`model`).
 
     Raises:
         Dropped: The path is a checkpoint in Megatron's format (`torch_dist`); a reference needs Hugging Face's format.

@@ -124,7 +124,8 @@ class Variables:
         return [] if lists and results == [""] else results  # "$@" and "${ARRAY[@]}" without entries are no word
 
     def known_words(self, word: Word) -> list[str]:
-        """Expands a word like `words`; a word with an unknown value becomes a single `Unknown`.
+        """Expands a word as a shell does (`words`) and returns any number of words; a word with an unknown value
+        becomes a single `Unknown`.
 
         Raises:
             UserError: The script's values exceed `LONGEST` characters.
@@ -145,7 +146,8 @@ class Variables:
         return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
 
     def quoted(self, source: str) -> str:
-        """Expands a text as if between double quotes, like `text`; quotes around the text are removed first.
+        """Expands a text as if between double quotes and returns a single text; quotes around the text are removed
+        first.
 
         Raises:
             Unresolved: The value depends on a command, or on a variable with an unknown value.

@@ -165,8 +165,9 @@ class HarnessEnv(AgentEnv):
             prompt: The row's messages, written into the program's task file.
 
         Returns:
-            The judge's reward; no observations, `done` True, and in `metadata` the judge's notes and facts on the
-            program.
+            The judge's reward; no observations and `done` True. `metadata` has the judge's notes, in `metrics` also
+            `program_s` and `program_cut` (1 after an end by a limit), and `program` with `status`, `exit`, `seconds`,
+            and the ends of `stdout` and `stderr`.
 
         Raises:
             ProgramFailed: The program failed or was ended for memory, and the option `failed_exit` is `error`.

@@ -90,7 +90,8 @@ class ProgramFolder:
             The result. A program ended by a limit is no error: the status names the limit.
 
         Raises:
-            InfrastructureFault: The program cannot be started, or was ended as described in `Program.run`.
+            InfrastructureFault: The program cannot be started, or the sandbox around it was killed. If
+                `Program.kill_is_fault` is True, also after an end for memory, or by a SIGKILL that no limit sent.
             UserError: The machine lacks a required confinement.
             RuntimeError: The place is not open.
         """

@@ -61,8 +61,9 @@ class RunState:
     alarms: tuple[Alarm, ...]
 
     def at(self, now: float) -> dict[str, Any]:
-        """Returns the content of `/state.json`: the state as JSON values, with a first alarm added if a running run
-        without a fault has been silent for longer than usual.
+        """Returns the content of `/state.json`: `name`, `step`, `planned`, `phase`, `running`, `stage`, `age_s`
+        (seconds since the last news), `usual_s` and `alarms`, with a first alarm added if a running run without a fault
+        has been silent for longer than usual.
 
         Args:
             now: Present time in seconds since 1970.
