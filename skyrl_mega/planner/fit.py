@@ -113,7 +113,7 @@ def _problems(
 ) -> Iterator[UserError]:
     if not on_cpu(config):
         yield from _gpu_problems(config, decoder, parallel, reference, strict)
-    elif not (engine := engine_memory(config, decoder)).starts():
+    elif config.rollout.engines and not (engine := engine_memory(config, decoder)).starts():
         yield UserError(
             f"{_too_small(engine)}: raise it, or allow shorter sequences",
             key="rollout.kv_cache_gib",

@@ -150,3 +150,5 @@ def test_a_cache_with_which_vllm_would_not_start_is_refused() -> None:
         "sequence of 16,384 tokens, whose prompt is larger than its sliding windows"
     )
     assert windowed("rollout.kv_cache_gib=0.016")[1].starts()
+    config.rollout.engines = 0  # servers outside of the run have caches of their own
+    assert fit.problem(config, architecture(hf).describe(hf)) is None
