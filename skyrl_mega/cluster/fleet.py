@@ -289,16 +289,16 @@ class Fleet(SupervisedGroup):
             self._served |= self._current
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes an actor out of service, ends its processes and starts a replacement in the background, without
-        waiting. Does nothing if a replacement is starting already. A joined actor leaves instead if it never served, or
-        its budget is used up.
+        """Takes a running actor out of service, ends its processes and starts a replacement in the background, without
+        waiting; prints this. Does nothing if the actor does not run. An actor that joined during the run leaves instead
+        (`leave`) if it never served, or the joined actors' budget is used up.
 
         Args:
             rank: The actor's rank.
             cause: Description of the failure, for messages.
 
         Raises:
-            ActorFailed: The restart budget is used up, and the rank has not joined during the run.
+            ActorFailed: The restart budget is used up, now or at an earlier failure of this actor.
         """
         with self._lock:
             if rank in self.joined and self.states[rank] is State.UP and not self._may_restart(rank):

@@ -228,6 +228,7 @@ class Engine(Protocol):
 
         Raises:
             NotReady: The weights are asleep.
+            EngineDied: The engine's process is gone.
         """
 
     async def update_weights(self, checksums: bool) -> None:

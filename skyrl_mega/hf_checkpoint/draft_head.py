@@ -21,7 +21,8 @@ def taken_layers(head: Mapping[str, Any], layers: int) -> list[Any]:
     Args:
         head: The head's config.json. Its own list is returned unchecked; an empty list, or a value other than a list,
             counts as absent.
-        layers: Number of the policy's layers, for vLLM's default if config.json names none.
+        layers: Number of the policy's layers, for vLLM's default if config.json names none: layer 2, the middle layer,
+            and the last but two.
     """
     given = head.get(TAKEN) or (head.get("eagle_config") or {}).get(TAKEN)
     return list(given) if isinstance(given, list) else [2, layers // 2, layers - DEFAULT_TAKEN]

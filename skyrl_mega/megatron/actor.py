@@ -189,8 +189,8 @@ class MegatronActor:
     def keep_logprobs(
         self, name: str, temperature: float, reference: bool, entropy: str | None = None, squares: str | None = None
     ) -> None:
-        """Adds log-probs of the stored micro-batches as columns, on ranks of the last pipeline stage. All ranks must
-        call this.
+        """Adds log-probs of the stored micro-batches in nats as columns, float32 [T], 0 for tokens that do not count;
+        on ranks of the last pipeline stage only. All ranks must call this.
 
         Args:
             name: Name of the column.
@@ -212,8 +212,8 @@ class MegatronActor:
                     micro[column] = column_values
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
-        """Computes log-probs of the stored micro-batches of all mini-batches in order, float32 [T] each; returns None
-        on all pipeline stages but the last. Adds no column. All ranks must call this.
+        """Returns log-probs in nats of the stored micro-batches of all mini-batches in order, float32 [T] each, 0 for
+        tokens that do not count; None on all pipeline stages but the last. Adds no column. All ranks must call this.
 
         Args:
             temperature: Divides the logits.
@@ -447,6 +447,8 @@ class MegatronActor:
         Raises:
             StoreError: The store failed, after several attempts.
             UserError: fsspec lacks a package for the store, or the model cannot be split into a layout.
+            NotOnDevice: The parameters are offloaded.
+            AssertionError: The role is not synced, as a critic's.
         """
         from skyrl_mega.weights.connection import largest_of_all
         from skyrl_mega.weights.files.publish import Publication, Publisher

@@ -34,6 +34,8 @@ class Player(Protocol):
         Raises:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
+            WrongRoutes, UserError: An engine's routes do not match the tokens, or the chat template leaves out the
+                assistant's words; from rollout workers an ActorFailed that names the error.
         """
 
 
@@ -57,4 +59,6 @@ class PlaysGroups(Protocol):
         Raises:
             NoServingActor: No engine is left, in a phase.
             ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
+            WrongRoutes, UserError: An engine's routes do not match the tokens, or the chat template leaves out the
+                assistant's words; from rollout workers an ActorFailed that names the error.
         """

@@ -200,8 +200,8 @@ def has_ended(state: Mapping[str, Any]) -> bool:
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """Returns the state written by the driver of a run: `format`, and `most`, `engines` and `answers` as given to
-    `Inbox.write`.
+    """Returns the state written by the driver of a run (`Inbox.write`): `format`; `most`; `driver`, its `host` and
+    `pid`; `engines`; and `answers`, request id → `ok` and `text`.
 
     Raises:
         UserError: The run accepts no requests, has not started, or wrote a state that cannot be read.

@@ -158,7 +158,7 @@ class Run:
         Raises:
             ActorFailed: A policy rank could not write its part of a trace.
             ClusterError: The trajectories' arrays are lost, or writing took too long.
-            OSError: The trajectory file, the timeline or the trace could not be written.
+            OSError: The trajectory file, the timeline, the trace or the row of metrics could not be written.
         """
         self.checkpoint_metrics = {}
         self.records.wait()

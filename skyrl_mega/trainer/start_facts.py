@@ -36,7 +36,8 @@ GIT_S = 10.0
 
 
 def started_event(config: Config, hf: Mapping[str, Any]) -> Event:
-    """Returns the event `started`: algorithm, model, layout, device, host, source code and versions. Runs git.
+    """Returns the event `started` with `algorithm`, `model`, `layout`, `device`, `gpus` (0 on CPUs), `host`, `commit`
+    and `versions`. Runs git.
 
     Args:
         config: The settings, with the device decided.
@@ -60,7 +61,8 @@ def started_event(config: Config, hf: Mapping[str, Any]) -> Event:
 
 
 def placed_event(groups: Mapping[str, ActorGroup]) -> Event:
-    """Returns the event `placed` of started actors: the hosts, and the ranks of each group on each node.
+    """Returns the event `placed` of started actors: `hosts`, sorted, and for each group's name a text with its ranks on
+    each node.
 
     Args:
         groups: The groups of actors by name.

@@ -89,7 +89,9 @@ class ExternalEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
+        """Continues prompts; yields completions in small lists as requests end, each request once and in no given
+        order. Empty lists are signs of life. After an update completions wait for `trust`. The end of `Request.seconds`
+        is no error (`finish` is then `timeout`).
 
         Raises:
             EngineDied: The server is gone, silent for `rollout.request_timeout_s`, or serves another version.
@@ -228,10 +230,13 @@ class ExternalEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker of the server to the process group of weight transfers.
+        """Connects every worker of the server to the process group of weight transfers. Returns after all processes of
+        the group joined.
 
         Raises:
             RuntimeError: The server loads a directory.
+            ServerGone, ServerRefused: The server does not answer, or refuses, for example because a process did not
+                join.
         """
         await self._receiving().connect(info)
 
@@ -242,6 +247,9 @@ class ExternalEngine:
         Args:
             source: As in `Engine.fetch_weights`.
             version: Number of the weights.
+
+        Raises:
+            ServerGone, ServerRefused: The server does not answer, or its workers cannot read the weights.
         """
         self.fetched = (source, version)
         if self.receiver is not None:
@@ -265,7 +273,8 @@ class ExternalEngine:
         """Does nothing: nothing was asleep."""
 
     async def begin_update(self) -> None:
-        """Pauses the server, and opens the parameters of workers that receive their shards for writing."""
+        """Pauses the server, and opens the parameters of workers that receive their shards for writing. Raises
+        ServerGone or ServerRefused if the server does not answer or refuses."""
         await self.pause()
         if self.receiver is not None:
             await self.receiver.begin()
@@ -279,6 +288,7 @@ class ExternalEngine:
 
         Raises:
             RuntimeError: The server loads a directory, and `fetch_weights` named none.
+            ServerGone, ServerRefused: The server does not answer, refuses, or failed in the transfer.
         """
         if self.receiver is not None:
             await self.receiver.receive(checksums)
@@ -293,7 +303,8 @@ class ExternalEngine:
         Completions are held back from now on until `trust`.
 
         Raises:
-            ServerGone: The server states another version.
+            ServerGone, ServerRefused: The server states another version, does not answer, or refuses, for example
+                because a worker lacks a part of the weights.
         """
         reports = [asdict(ExchangeReport())]
         if self.receiver is not None:
@@ -336,9 +347,14 @@ class ExternalEngine:
         self.trusted.set()
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Compares the weights of every worker with the policy's, and returns each worker's comparison as
-        `Engine.check_weights` does; [] for a server that loads a directory. The server pauses meanwhile. Raises
-        NotReady afterwards if weights are undefined."""
+        """Compares the weights of every worker with the policy's, and returns for each worker the number of
+        `parameters`, the `bytes` received, and the names of `different` parameters; [] for a server that loads a
+        directory. The server pauses meanwhile.
+
+        Raises:
+            ServerGone, ServerRefused: The server does not answer or refuses.
+            NotReady: Weights are undefined; raised after the comparison.
+        """
         if self.receiver is None:
             return []
         await self.pause()

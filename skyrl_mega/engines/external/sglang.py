@@ -22,8 +22,9 @@ class SglangServer(HttpServer):
 
     async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
         """Yields the new tokens of a request in chunks, with the weight version of each token if the server states
-        versions. SGLang repeats earlier tokens in each event unless its incremental streaming is on; repeated tokens
-        are left out."""
+        versions, and `finish` in the last chunk. SGLang repeats earlier tokens in each event unless its incremental
+        streaming is on; repeated tokens are left out. Raises ServerRefused if the server refuses the request, and
+        ServerGone if the connection fails or an event has an unknown form."""
         parameters: dict[str, Any] = {
             "temperature": 0.0 if sampling.temperature < GREEDY else sampling.temperature,
             "top_p": sampling.top_p,
@@ -56,8 +57,8 @@ class SglangServer(HttpServer):
 
     async def describe(self, vocab: int) -> ServerFacts:
         """Returns the server's maximum length, cache size and number of workers, each None if not stated; the server
-        does not state the vocabulary, so `vocab` is ignored. Raises ServerRefused for a model that generates
-        nothing."""
+        does not state the vocabulary, so `vocab` is ignored. Raises ServerRefused for a model that generates nothing,
+        or if the server refuses a question, and ServerGone if the server does not answer."""
         model = await self.get("/get_model_info")
         server = await self._server_info()
         if not isinstance(model, dict) or not model.get("is_generation", True):
@@ -84,7 +85,8 @@ class SglangServer(HttpServer):
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
         """Makes the server load a Hugging Face directory, which it must see under the same path, and state `version`.
-        Raises ServerGone if the loading failed or took longer than `source["timeout_s"]` seconds."""
+        Raises ServerGone if the loading failed or took longer than `source["timeout_s"]` seconds, and ServerRefused if
+        the server refuses."""
         body = {
             "model_path": source["path"],
             "weight_version": str(version),

@@ -51,7 +51,9 @@ class VllmServer(HttpServer):
         """Number of workers; None until `describe`."""
 
     async def generate(self, request: Request, sampling: Sampling) -> AsyncIterator[NewTokens]:
-        """Yields the new tokens of a request in chunks; the last chunk states the weight version of each token."""
+        """Yields the new tokens of a request in chunks; the last chunk has `finish`, and states the weight version of
+        each token. Raises ServerRefused if the server refuses the request, and ServerGone if the connection fails or an
+        event has an unknown form."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -135,7 +137,8 @@ class VllmServer(HttpServer):
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
         """Makes every worker load a Hugging Face directory, with the plug-in by its own loader, else by vLLM's
-        `reload_weights`; the server then states `version`. Raises ServerGone after `source["timeout_s"]` seconds."""
+        `reload_weights`; the server then states `version`. Raises ServerGone if the server failed or did not answer
+        within `source["timeout_s"]` seconds, and ServerRefused if the server refuses."""
         seconds, path = source["timeout_s"], source["path"]
         if self.plugin:
             await self._workers("load_files", [path], seconds)
@@ -152,7 +155,8 @@ class VllmServer(HttpServer):
         await self.post("/resume", None, COMMAND_S)
 
     async def flush(self) -> None:
-        """Drops the cache of prefixes, and of requests under way, which compute their tokens again."""
+        """Drops the cache of prefixes, and of requests under way, which compute their tokens again. Raises ServerGone
+        unless the server reports success."""
         answer = await self.post("/reset_prefix_cache?reset_running_requests=true", None, COMMAND_S)
         if answer != {"success": True}:
             raise ServerGone(self.hidden(f"/reset_prefix_cache answered {str(answer)[:200]}"))
@@ -179,7 +183,7 @@ class VllmServer(HttpServer):
         await self.post("/update_weights", {"update_info": {"checksums": checksums}}, UPDATE_S)
 
     async def end(self, version: int) -> list[dict[str, float]]:
-        """Installs the weights as `version` and returns each worker's report."""
+        """Installs the weights as `version`; returns each worker's report by the fields of `ExchangeReport`."""
         await self.post("/finish_weight_update", {"weight_version": str(version)}, COMMAND_S)
         return await self._reports(COMMAND_S)
 
@@ -188,7 +192,8 @@ class VllmServer(HttpServer):
         await self._workers("abandon_update", [], COMMAND_S)
 
     async def compare(self) -> list[dict[str, Any]]:
-        """Returns each worker's comparison of its weights with the policy's: `parameters`, `bytes` and `different`."""
+        """Returns for each worker, after a comparison of its weights with the policy's, the number of `parameters`, the
+        `bytes` received, and the names of `different` parameters; raises ServerGone for an answer of another form."""
         answers = await self._workers("check_weights", [], UPDATE_S)
         for answer in answers:
             names = answer.get("different") if isinstance(answer, dict) and set(answer) == COMPARISON else None

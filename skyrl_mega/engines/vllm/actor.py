@@ -135,13 +135,13 @@ class VllmEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
+        """Continues prompts; yields completions in small lists as requests end, each request once and in no given
+        order. Empty lists are signs of life. The end of `Request.seconds` is no error (`finish` is then `timeout`).
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.
 
-        A single request may take any time: the wait for space in the cache depends on other requests, and `max_tokens`
-        bounds the tokens. The limit applies to time without a token for any request.
+        A single request may take any time; `rollout.request_timeout_s` limits the time without a token for any request.
 
         Args:
             requests: Prompts, with names unlike those of other requests under way.

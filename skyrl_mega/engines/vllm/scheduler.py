@@ -77,7 +77,8 @@ class HoldingScheduler(AdaptiveScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests and returns client → the outputs to send now.
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns client → message with the outputs to
+        send now; clients without anything to send are left out.
 
         Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S` seconds, or on a
         pause.

@@ -113,7 +113,8 @@ class Experts(Block):
             width: Key for the intermediate size of an expert.
 
         Raises:
-            UserError: A key is missing, or a value is not supported.
+            UserError: A key is missing, a value is not supported, a token has more experts than there are, or the
+                router's groups do not divide the experts.
         """
         check_keys(hf)
         experts = integer(hf, next((key for key in count if key in hf), count[0]))

@@ -127,7 +127,8 @@ class GroupState:
             raise
 
     async def close(self) -> None:
-        """Ends the group: cancels tasks still at work and closes all environments."""
+        """Ends the group: cancels tasks still at work and closes all environments. Later work of the group raises
+        GeneratorFault (`working`)."""
         self._closed = True
         starting = [] if self._starting is None else [self._starting]
         await cancel_all([*(task for task in self._tasks if task is not asyncio.current_task()), *starting])

@@ -115,7 +115,10 @@ class WorkerClient:
 
     async def play_group(self, prompt: Prompt, names: Sequence[str], start: Start | None = None) -> list[Trajectory]:
         """Runs a whole group, made by `rollout.generator`, on a worker and returns its trajectories, one for each of
-        `names`; otherwise like `play`.
+        `names`; ignores `start`. Waits, without limit, for a worker that may run the group.
+
+        After a crash of the worker, runs the whole group again. The trajectories of a group that keeps crashing workers
+        are returned with a failed status.
 
         Raises:
             NoServingActor, ActorFailed: See `play`.

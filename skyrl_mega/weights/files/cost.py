@@ -38,7 +38,7 @@ def file_bytes(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_lines(counted: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns lines for people about the result of `file_bytes`."""
+    """Returns two lines for people about the result of `file_bytes`, with sizes in GB."""
     every = config.weights.files.full_every
     return [
         f"weights by files: at most {_gb(counted['full'])} GB in a sync of {every}, about "
