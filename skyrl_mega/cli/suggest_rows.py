@@ -126,7 +126,8 @@ def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: D
 
 
 def row(suggestion: Suggestion, decoder: Decoder) -> Row:
-    """Returns a suggestion as a row, with free GPU memory, host memory and warnings computed by the planner."""
+    """Returns a suggestion as a row, with free GPU memory, host memory and warnings computed by the planner. Raises
+    UserError if the files of a draft model or head (`rollout.drafts`) cannot be used."""
     config, parallel = suggestion.config, suggestion.parallel
     _, reference = parallel_of(config)
     free = min(
@@ -142,13 +143,15 @@ def row(suggestion: Suggestion, decoder: Decoder) -> Row:
 
 def memory_warning(s: Suggestion, decoder: Decoder) -> str:
     """Returns the dry run's warning about memory on shared GPUs: `tight` if memory is missing by the estimates,
-    `close` if it may be missing within their margin, else an empty text."""
+    `close` if it may be missing within their margin, else an empty text. Raises UserError if the files of a draft model
+    or head (`rollout.drafts`) cannot be used."""
     unsafe = least_safe_phase(s.config, decoder, s.parallel)
     return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
 
 
 def as_suggestion(config: Config, hf: Mapping[str, Any], decoder: Decoder) -> Suggestion:
-    """Returns valid settings as a `Suggestion`, with micro-batch tokens decided and memory and time estimated."""
+    """Returns valid settings as a `Suggestion`, with micro-batch tokens decided and memory and time estimated. Raises
+    UserError if the files of a draft model or head (`rollout.drafts`) cannot be used."""
     config = micro_tokens.with_micro_tokens(config, hf)
     parallel, _ = parallel_of(config)
     peak = max(policy_memory(config, decoder, parallel, rank).peak for rank in stage_ranks(parallel).values())

@@ -209,7 +209,9 @@ def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
 
 
 def values(report: Report) -> dict[str, Any]:
-    """Returns all suggestions as plain values, in bytes and seconds.
+    """Returns all suggestions as plain values, in bytes and seconds: `gpus`, `tried` (settings), `complete`, `stopped`
+    (by Ctrl-C), `layouts` (tried), `untried` (layouts), `enough` (a sufficient number of GPUs or None), `notes`, and
+    the values below.
 
     `room` (a memory warning) is given only for the first layouts, `why` only if nothing fits, `cut` only for an
     incomplete search; else they are missing or null. `rows` are the distinct choices, with the index in `found`;

@@ -150,7 +150,8 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
 
 
 def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None:
-    """Checks the number of layers excluded from FP8: at most the limit of megatron-core, and fewer than all layers.
+    """Checks the numbers of layers excluded from FP8: `first_layers` and `last_layers` are each at most `layers //
+    pipeline`, megatron-core's limit, and together fewer than all layers.
 
     Args:
         precision: `policy.precision`, with an FP8 recipe.

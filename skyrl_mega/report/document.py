@@ -78,7 +78,7 @@ def document(
 
 
 def table(rows: Iterable[str], heads: Iterable[str] = (), style: str = "settings") -> str:
-    """Returns an HTML table.
+    """Returns an HTML table inside a `div`; without `heads`, a table without a row of titles.
 
     Args:
         rows: HTML inside the `<tr>` of each row: `<td>` and `<th>` elements, with all outside text escaped.

@@ -20,7 +20,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
-    """Returns the rows of a metrics.jsonl in order, without a partial last row, which a kill may leave.
+    """Returns the rows of a metrics.jsonl in order, without a partial last row, which a kill may leave. A row is name →
+    value, with `step`; None is a value that was not finite.
 
     Raises:
         UserError: The file is missing or unreadable, or a row is malformed; the message gives row and reason.

@@ -74,7 +74,7 @@ class ProgramFolder:
         self.folder: str | None = None
 
     def open(self) -> None:
-        """Creates the working folder, unless it is open."""
+        """Creates the working folder, unless it is open. Raises OSError if the folder cannot be created."""
         if self._workspace is None:
             self._workspace = self.program.box.workspace()
             self.folder = str(self._workspace.folder)

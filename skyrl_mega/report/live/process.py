@@ -36,6 +36,9 @@ def live_page(config: TelemetryConfig, folder: Path, console: Console) -> Iterat
         config: Port and address.
         folder: The run's folder.
         console: Shows the address of the page.
+
+    Raises:
+        OSError: `logs/page.log` or the run's log cannot be written, or the process cannot be started.
     """
     process = None if config.page is None else _started(config.page_host, config.page, folder, console)
     if process is None:

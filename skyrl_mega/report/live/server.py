@@ -103,7 +103,7 @@ class LivePage:
 
     @property
     def places(self) -> Mapping[str, Callable[[Send, Mapping[bytes, bytes]], Awaitable[None]]]:
-        """Path → function that sends the reply."""
+        """Path (`/`, `/state.json` or `/metrics`) → function that sends the reply."""
         return {"/": self._page, "/state.json": self._state, "/metrics": self._metrics}
 
     async def _page(self, send: Send, headers: Mapping[bytes, bytes]) -> None:

@@ -52,5 +52,5 @@ class JsonlTracker:
         """Does nothing: this file holds no trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Closes the file."""
+        """Closes the file; `failed` has no effect."""
         self._file.close()

@@ -90,7 +90,8 @@ class MlflowTracker:
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Creates an MLflow run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
         beginning); returns a line with id and store. Errors of MLflow are let out, and ValueError or
-        KeyError for a damaged file of sent steps; a repeated call continues the same run."""
+        KeyError for a damaged file of sent steps, and OSError if it cannot be read or written; a repeated call
+        continues the same run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient

@@ -45,6 +45,6 @@ class TensorboardTracker:
         """Does nothing: event files hold no trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Closes the event file; does nothing if `log` was not called."""
+        """Closes the event file; does nothing if `log` was not called. `failed` has no effect."""
         if self._writer:
             self._writer.close()

@@ -66,7 +66,8 @@ class WandbTracker:
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Creates a wandb run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
         beginning); returns a line with its address, or offline with the command that uploads it. Errors of wandb are
-        let out."""
+        let out, and ValueError or KeyError for a damaged file of sent steps, and OSError if it cannot be read or
+        written."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports for wandb's authors
         os.environ.setdefault("WANDB_SILENT", "true")  # only `Console` prints on the terminal
         # default: tables are staged in the home folder
