@@ -156,6 +156,10 @@ class PolicyMemory:
         return self.offloaded + self.streamed + self.activations.host
 
 
+GPU_BLOCK, CPU_BLOCK = 16, 128
+"""Tokens of a block of vLLM's cache. A CPU's blocks of latent attention are smaller, so a little too much is asked."""
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """Memory of an engine worker, in bytes."""
@@ -204,8 +208,11 @@ class EngineMemory:
 
     @property
     def smallest_kv(self) -> int:
-        """Bytes of the smallest cache with which vLLM starts: for a sequence of `longest` tokens and its prompt."""
-        return self.longest * self.per_token + self.per_sequence + self.per_prompt
+        """Bytes of the smallest cache with which vLLM starts: for a sequence of `longest` tokens, in whole blocks, with
+        its prompt, and vLLM's own block of zeros."""
+        block = GPU_BLOCK if self.cpu_kv_cache is None else CPU_BLOCK
+        tokens = (-(-self.longest // block) + 1) * block
+        return tokens * self.per_token + self.per_sequence + self.per_prompt
 
     def starts(self, *, strict: bool = True) -> bool:
         """Returns True if the cache is large enough for vLLM to start.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,12 +126,13 @@ def windowed(*overrides: str) -> tuple[Config, EngineMemory]:
 
 
 def test_vllm_starts_with_space_for_a_longest_prompt_in_every_layer() -> None:
-    """Compares with vLLM's own layers, which keep a step's tokens beside a window; a block more or less."""
+    """Compares with vLLM's own layers, which keep a step's tokens beside a window; up to two blocks more or less, one
+    of them vLLM's block of zeros."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     for step in (16384, 2048):
         _, memory = windowed(f"rollout.options.max_num_batched_tokens={step}")
-        heads: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        heads: Any = {"block_size": 128, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
         model = SimpleNamespace(max_model_len=16384)
         vllm: Any = SimpleNamespace(parallel_config=parallel, model_config=model, max_in_flight_tokens=step)
@@ -146,9 +148,17 @@ def test_a_cache_with_which_vllm_would_not_start_is_refused() -> None:
     hf = hf_config(BuildConfig(architecture="gpt_oss", max_length=16384))
     problem = fit.problem(config, architecture(hf).describe(hf))
     assert str(problem).startswith(
-        "rollout.kv_cache_gib = 0.01: this leaves a KV cache of 10 MiB, and vLLM starts with at least 16 for a "
+        "rollout.kv_cache_gib = 0.01: this leaves a KV cache of 10 MiB, and vLLM starts with at least 17 for a "
         "sequence of 16,384 tokens, whose prompt is larger than its sliding windows"
     )
     assert windowed("rollout.kv_cache_gib=0.016")[1].starts()
     config.rollout.engines = 0  # servers outside of the run have caches of their own
     assert fit.problem(config, architecture(hf).describe(hf)) is None
+
+
+def test_the_smallest_cache_has_whole_blocks_and_one_more() -> None:
+    """vLLM on a CPU refuses 10,485 tokens for sequences of 10,400: 82 blocks of 128, and a block of zeros."""
+    memory = replace(windowed()[1], longest=10400, per_token=1024, per_sequence=0, per_prompt=0)
+    assert memory.smallest_kv == 83 * 128 * 1024
+    assert replace(memory, cpu_kv_cache=83 * 128 * 1024).starts()
+    assert not replace(memory, cpu_kv_cache=10_485 * 1024).starts()
