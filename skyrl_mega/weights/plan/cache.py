@@ -24,7 +24,7 @@ from skyrl_mega.weights.plan.intersect import TransferClasses, TransferTable
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.topology import Links, PoolLinks, Topology
 
-VERSION = 2
+VERSION = 3
 """Version of the planning algorithm and file format; to be raised with any change of either."""
 
 log = logging.getLogger(__name__)
