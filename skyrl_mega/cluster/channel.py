@@ -133,7 +133,7 @@ def asked() -> StopRequest:
 
 
 def stop_signal() -> str:
-    """Returns the name of the signal behind the request `asked`; "" without a request."""
+    """Returns the name of the signal behind the request `asked`; "" without a request or without a supervisor."""
     return "" if _channel is None else _channel.signal
 
 
@@ -145,7 +145,8 @@ def finish(code: int) -> None:
 
 
 def at_step(number: int) -> None:
-    """Reports the step that this process works on to the supervisor, for the message about a crash."""
+    """Reports the step that this process works on to the supervisor, for the message about a crash. Does nothing in a
+    process without a supervisor."""
     if _channel is not None:
         _channel.at_step(number)
 

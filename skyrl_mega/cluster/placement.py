@@ -32,8 +32,8 @@ class Slot:
     """Ray labels of the node, if the strategy leaves the node to Ray."""
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments of Ray's `.options()` that start an actor in this place: resources, scheduling strategy
-        and, if any, the labels of the node."""
+        """Returns the arguments of Ray's `.options()` that start an actor in this place: `num_cpus`, `num_gpus`,
+        `resources` (all others), `scheduling_strategy`, and `label_selector` if the place has labels."""
         return {
             "num_cpus": self.resources.get("CPU", 0),
             "num_gpus": self.resources.get("GPU", 0),

@@ -25,8 +25,9 @@ class YarnConfig(TransformerConfig):
 
 
 def config_class(settings: Mapping[str, Any]) -> tuple[type[TransformerConfig], dict[str, Any]]:
-    """Returns the class that accepts these arguments (`MegatronSettings.transformer`), and further arguments without
-    which megatron-core computes wrong results; {} if no further argument is needed. `settings` stays unchanged."""
+    """Returns the class that accepts these arguments (`MegatronSettings.transformer`): `MLATransformerConfig`,
+    `YarnConfig` or `TransformerConfig`; and further arguments without which megatron-core computes wrong results, {} if
+    no further argument is needed. `settings` stays unchanged."""
     # The fused rotation of latent attention computes YaRN alone; that of packed rows leaves YaRN's factor out.
     unfused = {"apply_rope_fusion": False}
     if settings.get("multi_latent_attention"):

@@ -91,7 +91,8 @@ class OneStepAhead:
 
     def before_sync(self, step: Step) -> None:
         """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if no
-        batch is in generation. Raises as `next_groups` does."""
+        batch is in generation. Raises the errors of generation (ActorFailed, UserError) and those of `look` and
+        `refill`, as `next_groups` does."""
         if step.number + 1 in self.batches:
             with step.phase("generate") as progress:
                 self._wait(step.number + 1, progress)

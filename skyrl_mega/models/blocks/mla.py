@@ -68,7 +68,8 @@ class LatentRope:
         return cls(base, Yarn.read(hf, key) if kind in YARN else None)
 
     def megatron_args(self) -> dict[str, Any]:
-        """Returns the keyword arguments of megatron-core's `MLATransformerConfig` for these positions."""
+        """Returns the keyword arguments of megatron-core's `MLATransformerConfig` for these positions: `rotary_base`
+        and `rope_type`, with YaRN also its factor, original length, betas and scales."""
         args: dict[str, Any] = {"rotary_base": self.base, "rope_type": "yarn" if self.yarn else "rope"}
         if self.yarn is None:
             return args

@@ -141,7 +141,8 @@ class Rope:
         raise unsupported(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
 
     def megatron_args(self) -> dict[str, Any]:
-        """Returns the keyword arguments of megatron-core's `GPTModel` for these positions."""
+        """Returns the keyword arguments of megatron-core's `GPTModel` for these positions; YaRN's own values are not
+        included (`Yarn.megatron_fields`)."""
         kind = "yarn" if self.yarn else "rope"
         args: dict[str, Any] = {"position_embedding_type": kind, "rotary_base": self.base}
         if self.part != 1.0:

@@ -66,7 +66,8 @@ def latent_layers(
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError as `small_latent`."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_attention_heads`, `hidden_size`,
+    `head_dim`, `num_experts` or `num_hidden_layers` is missing; other keys are not checked."""
     return small_latent(hf) | ENGINE_KEYS
 
 

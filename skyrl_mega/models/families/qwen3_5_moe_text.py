@@ -61,5 +61,6 @@ def of_experts(hf: Hf, read: Callable[..., Experts]) -> Decoder:
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a small model of this family, from a config.json with the common keys and Qwen3-MoE's
-    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError as `qwen3_next.small`."""
+    keys for the sizes of experts. `hf` stays unchanged. Raises KeyError if `num_hidden_layers`, `num_key_value_heads`
+    or `moe_intermediate_size` is missing; other keys are not checked."""
     return qwen3_next.small(hf)

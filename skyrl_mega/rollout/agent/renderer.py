@@ -237,7 +237,8 @@ class Renderer:
         return self._first(conversation) if cached else self._opening(conversation)
 
     def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
-        """Returns the tokens of a conversation's first messages, without tools; see `render`, also for the errors."""
+        """Returns the tokens of a conversation's first messages, without tools, up to the point at which the policy
+        generates. Do not modify the result. Raises TemplateError or TooLong as `render` does."""
         return self.render(messages)
 
     def turn(self, message: Mapping[str, Any], *, ends: bool = True) -> list[int]:

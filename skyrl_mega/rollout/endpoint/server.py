@@ -147,7 +147,8 @@ class EndpointServer:
 
 
 def key_hash(key: str) -> bytes:
-    """Returns the name of a key in the table of doors: comparing hashes takes the same time for every wrong key."""
+    """Returns the SHA-256 of a key, its name in the table of doors: comparing hashes takes the same time for every
+    wrong key."""
     return hashlib.sha256(key.encode()).digest()
 
 

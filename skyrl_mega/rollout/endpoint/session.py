@@ -166,8 +166,8 @@ class AgentSession:
         return len(context.between) + (context.parent.length if context.parent else 0)
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Returns a reply that continues the request's tokens, and adds the exchange to `tree`. Raises as `chat`
-        does."""
+        """Returns a reply that continues the request's tokens, and adds the exchange to `tree`. Raises RequestError if
+        the request cannot be answered, as `chat` does."""
         tree, renderer = self.tree, self.renderer
         (reply,) = await self._answer(lambda: contexts.of_tokens(request, tree, renderer), request, 1)
         return reply

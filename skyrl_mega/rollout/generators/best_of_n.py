@@ -21,8 +21,8 @@ class BestOfN(TrajectoryGenerator):
     }
 
     async def generate(self, group: GroupRequest, service: GeneratorService) -> Sequence[Branch]:
-        """Samples `n` answers, at least `group.samples`, and returns `group.samples` of these, sorted by rising reward:
-        the lowest half, then the highest half, which has one more if the number is odd.
+        """Samples `n` answers, at least `group.samples`, and returns `group.samples` of these, judged, sorted by rising
+        reward: those with the lowest rewards, then those with the highest, one more if the number is odd.
 
         Raises:
             GeneratorFault: An answer needs more turns or requests than the run allows.

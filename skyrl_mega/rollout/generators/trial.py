@@ -107,7 +107,8 @@ class TrialEnv(BaseTextEnv):
     blocking = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Returns the number of characters of the answer as the reward, and ends the trajectory."""
+        """Returns the number of characters of the answer (`action`) as the reward, without messages or metadata, and
+        ends the trajectory."""
         return BaseTextEnvStepOutput(observations=[], reward=float(len(action)), done=True, metadata={})
 
 

@@ -104,7 +104,8 @@ class Engines(Protocol):
         """Ranks of engines that accept requests."""
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes a failed engine out of service and requests a restart.
+        """Takes a failed engine out of service and requests a restart, without waiting; does nothing if the engine is
+        out of service already.
 
         Raises:
             ActorFailed: The restart budget is used up.
