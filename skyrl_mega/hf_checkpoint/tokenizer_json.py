@@ -59,7 +59,7 @@ def read_vocabulary(file: Path) -> dict[bytes, int]:
     single byte.
 
     Raises:
-        UserError: The file is missing, or is no tiktoken vocabulary with the numbers 0, 1, 2 and so on.
+        UserError: The file is missing or cannot be read, or is no tiktoken vocabulary with all numbers from 0 on.
     """
     try:
         pairs = [line.split() for line in read(file, FETCH).splitlines() if line]

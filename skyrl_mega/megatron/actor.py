@@ -200,7 +200,8 @@ class MegatronActor:
             squares: Name of a further column for the sum of the squared probabilities; None adds none.
 
         Raises:
-            NotOnDevice, WrongRoutes: As in `ModelWorker.logprobs`.
+            NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         micros = list(chain(*self.minis))
         with_squares = squares is not None
@@ -219,7 +220,8 @@ class MegatronActor:
             temperature: Divides the logits.
 
         Raises:
-            NotOnDevice, WrongRoutes: As in `ModelWorker.logprobs`.
+            NotOnDevice: The parameters are offloaded.
+            WrongRoutes: A token was sent to experts other than replayed.
         """
         results = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
         return None if results is None else [values.numpy() for values, *_ in results]
@@ -428,7 +430,8 @@ class MegatronActor:
 
         Raises:
             AssertionError: `connect_weights` was not called before.
-            TransportError, ChecksumError: As in `Exchange.run`; join again before the next sync.
+            TransportError: A process left or did not answer in time; join again before the next sync.
+            ChecksumError: A part was changed on the way; join again before the next sync.
             NotOnDevice: The parameters are offloaded.
         """
         assert self.exchange is not None

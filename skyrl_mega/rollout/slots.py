@@ -118,7 +118,8 @@ class SlotPlayer:
         Raises:
             ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout
                 worker is left.
-            WrongRoutes, UserError: As in the player's own `play`.
+            WrongRoutes: The engine's routes do not match the tokens.
+            UserError: The chat template leaves out the assistant's words.
         """
         now = asyncio.get_running_loop().time
         begun = now()

@@ -47,7 +47,8 @@ class GroupSelection:
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
-        """Counts a finished round and keeps its groups that have a signal. Raises UserError as `with_signal` does."""
+        """Counts a finished round and keeps its groups that have a signal. Raises UserError if a completed trajectory
+        lacks the reward named by `algorithm.dynamic_sampling.reward`."""
         self.rounds += 1
         self.sampled += len(groups)
         self.informative += with_signal(groups, self.algorithm)

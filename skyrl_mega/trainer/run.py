@@ -245,7 +245,8 @@ class Run:
 
     def evaluate_before_training(self) -> None:
         """Evaluates the initial policy, the baseline for all later evaluations, and writes the scores as step 0. Does
-        nothing after step 0, or without `evaluation.before`. Raises as `evaluate` does."""
+        nothing after step 0, or without `evaluation.before`. Raises UserError, ActorFailed or Stopped as `evaluate`
+        does, and OSError if the scores cannot be written."""
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console, prepare=self.residency.enter)
             self.evaluate(step)

@@ -245,7 +245,8 @@ class ExternalEngine:
         only remembers the source for `update_weights`.
 
         Args:
-            source: As in `Engine.fetch_weights`.
+            source: The fields of `weights.files.source.Source`; "path" and "timeout_s" for a server that loads a
+                directory.
             version: Number of the weights.
 
         Raises:
@@ -284,7 +285,7 @@ class ExternalEngine:
         after an error `abandon_update`, must follow.
 
         Args:
-            checksums: As in `Engine.update_weights`; a directory is loaded without.
+            checksums: True to verify each part after arrival; not used for a directory.
 
         Raises:
             RuntimeError: The server loads a directory, and `fetch_weights` named none.

@@ -85,12 +85,12 @@ class GroupedQueryAttention(Block):
             qk_norm: The norm of queries and keys.
             qkv_bias: True for a bias in the q, k and v projections.
             bias_key: Key of config.json that must be false or absent; None checks no key.
-            part: As in `Rope.read`.
+            part: Default of `partial_rotary_factor`, the rotated fraction of a head; None: only 1 is allowed.
             output_gate: True if a gate multiplies each head's result.
             output_bias: True for a bias in the output projection.
             sinks: True for a sink in every head. `sliding_window` is then not checked, because the family reads it.
             window: Number of tokens, itself included, that a token attends to; None: all earlier ones.
-            yarn: As in `Rope.read`.
+            yarn: True if YaRN is required, as the family's engine computes no other positions.
 
         Raises:
             UserError: A key is missing, or a value is not supported: the key-value heads do not divide the heads;

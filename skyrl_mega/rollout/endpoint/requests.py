@@ -98,10 +98,12 @@ class EndpointSession(Protocol):
         """
 
     async def count(self, request: ChatRequest) -> int:
-        """Returns the number of tokens that the policy would read for a chat request. Raises as `chat` does."""
+        """Returns the number of tokens that the policy would read for a chat request. Raises RequestError if
+        the request cannot be answered."""
 
     async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Returns a reply of the policy that continues the request's tokens. Raises as `chat` does."""
+        """Returns a reply of the policy that continues the request's tokens. Raises RequestError if the request cannot
+        be answered."""
 
 
 class RequestError(Exception):

@@ -112,7 +112,8 @@ class FolderStore(Store):
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
         """Yields a hidden file to write; after the block, flushes the file to the disk and renames the file to the key.
-        After an error the file is removed. Raises StoreError as `Store.writing` does."""
+        After an error the file is removed. Raises StoreError if the folder cannot be written, and for an OSError of the
+        block."""
         path = self.folder / key
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,8 @@ class FsspecStore(Store):
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
         """Yields a file to upload as an object. After an error in the block, removes the object with the part uploaded
-        until then. Raises StoreError as `Store.writing` does."""
+        until then. Raises StoreError if the store failed, and for any error of the block but UserError and
+        MemoryError."""
         place = self._place(key)
         try:
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
