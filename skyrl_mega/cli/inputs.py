@@ -302,7 +302,8 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_rewriting(config: Config) -> None:
-    """Rejects environments that replace earlier messages (`rewrites_history`) while `rollout.step_wise` is off.
+    """Rejects environments that replace earlier messages (`rewrites_history`) if `rollout.step_wise` is off; otherwise
+    does nothing. Checks `environment.classes` and `environment.default_name`, not other names in the data.
 
     Raises:
         UserError: A trajectory of such an environment would be no single sequence of tokens, or an environment cannot

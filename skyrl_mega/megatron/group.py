@@ -111,12 +111,14 @@ class TrainGroup:
 
         Args:
             name: Name of the column.
-            values: For each mini-batch of the latest `hold`, in order, a value per token, [T].
+            values: For each mini-batch of the latest `hold`, in order, a value per token, [T]. Surplus values, and
+                surplus mini-batches, are ignored.
             per_sample: True if `values` hold a value per sequence, [S], which the ranks repeat for all tokens.
 
         Raises:
-            ActorFailed: A rank failed, for example because the number of values is wrong, or did not answer within
-                `timeout_s`; the group is ended.
+            IndexError: Values of a mini-batch, a token or a sequence are missing. Nothing was sent, and the group
+                continues.
+            ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.
         """
 
         def cut(mini: int, rows: Tensor) -> Any:
@@ -244,7 +246,10 @@ class TrainGroup:
         parameters must be on the device. A loss of NaN is no error.
 
         Args:
-            mini, temperature, loss, figures: As for `train`.
+            mini: Index of the mini-batch in the latest `hold`.
+            temperature: Divides the logits; unused by a critic.
+            loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
+            figures: Figures of the run for the loss; None takes the defaults.
 
         Raises:
             ActorFailed: A rank failed or did not answer within `timeout_s`; the group is ended.

@@ -84,10 +84,12 @@ def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) 
 
 
 def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[NodeProblem]:
-    """Returns findings (bad) for nodes outside the largest group of nodes reaching each other.
+    """Returns a finding (bad) for each blamed node: its first failed connection and the number of further failures. []
+    if no connection failed.
 
-    If all nodes are linked, at least through others, returns findings for both ends of each failed connection. [] if no
-    connection failed.
+    Two nodes are linked if each reaches the other; a group contains all nodes linked directly or through others. A
+    failed connection between the largest group and a node outside is blamed on the node outside, any other on both
+    ends.
 
     Args:
         nodes: All nodes.

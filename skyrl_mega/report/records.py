@@ -186,11 +186,14 @@ SORTS: dict[str, Callable[[Record], Any]] = {
 
 def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (run name, file) for each trajectory file in the given run folders, `trajectories/` folders, folders of
-    evaluations and files, in the order of `paths`, by step inside a folder, each once. For a folder of an evaluation,
-    the name is that of the data set.
+    evaluations and files, in the order of `paths`, each once. Reads no file.
+
+    A folder's files are those named by step, in order of steps; if there are none, all `.parquet` files, by name. In
+    place of the run's name stands the data set's for a folder of an evaluation, and the file's own name without its
+    ending for a file given outside of `trajectories/`.
 
     Raises:
-        UserError: A path is absent or contains no trajectories.
+        UserError: A path is absent, or a folder has no `.parquet` file.
     """
     collected: list[tuple[str, Path]] = []
     for path in paths:

@@ -48,6 +48,7 @@ def train(run: Run) -> None:
         CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
         StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+        WrongRoutes: Expert routes are missing or do not match the tokens.
         ActorFailed, ClusterError: A rank failed, or no engine or rollout worker is left; or arrays were lost.
         UserError: Too many environments failed, or the function of `run.loop` is wrong.
         OSError: A file of the run could not be written.
@@ -75,7 +76,13 @@ def take_step(run: Run, function: StepFunction = one_update) -> None:
         GracefulStop: A graceful end was requested before training began, so that the step is abandoned, or during the
             rest of the step, which is complete.
         Stopped: An immediate end was requested.
-        CannotLearn, EngineDiffers, ActorFailed, ClusterError, UserError, OSError: See `train`.
+        CannotLearn: The policy learned nothing from the last `run.patience` steps.
+        EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+        StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+        WrongRoutes: Expert routes are missing or do not match the tokens.
+        ActorFailed, ClusterError: A rank failed, or no engine or rollout worker is left; or arrays were lost.
+        UserError: Too many environments failed, or `function` is wrong.
+        OSError: A file of the run could not be written.
     """
     run.shutdown.raise_if_requested()
     with StepPlan(run, run.next_step(), train_on) as plan:

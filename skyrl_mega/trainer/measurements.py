@@ -39,7 +39,8 @@ class Measurements:
 
         Args:
             step: The step's number.
-            discard_earlier: True for the run's first step and after a checkpoint; see `Meters.begin`.
+            discard_earlier: True for the run's first step and after a checkpoint: the actors reset their meters, so
+                that work outside of any step does not count.
 
         Raises:
             ActorFailed: An actor cannot start the trace.

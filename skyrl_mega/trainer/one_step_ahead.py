@@ -70,7 +70,9 @@ class OneStepAhead:
         Raises:
             ActorFailed: An engine or a rollout worker failed, and none restarts.
             StaleTooFar: A token is older than allowed.
-            UserError: Every environment failed, or a reward named by the settings is missing.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
             Exception: `look` or `refill` raised it.
         """
         self._drop_before(step.number)
@@ -91,8 +93,15 @@ class OneStepAhead:
 
     def before_sync(self, step: Step) -> None:
         """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if no
-        batch is in generation. Raises the errors of generation (ActorFailed, UserError) and those of `look` and
-        `refill`, as `next_groups` does."""
+        batch is in generation.
+
+        Raises:
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
+            Exception: `look` or `refill` raised it.
+        """
         if step.number + 1 in self.batches:
             with step.phase("generate") as progress:
                 self._wait(step.number + 1, progress)

@@ -72,6 +72,16 @@ def reserve_run(config: Config, device: str) -> Reservations:
 
 
 def _reserve_ranks(planned: RunPlacement, devices: Sequence[int], label: tuple[str, str] | None) -> Placement:
-    """Reserves a GPU per rank; ranks planned for the same node are placed together. `label`: as of `reserve`."""
+    """Reserves a GPU per rank, and returns the places; ranks planned for the same node are placed together.
+
+    Args:
+        planned: The nodes of the devices.
+        devices: The device of each rank, by rank.
+        label: Key and value of a Ray label of the nodes; a value `!x` stands for all nodes without the value x. None
+            allows every node.
+
+    Raises:
+        ClusterError: The cluster lacks the resources, or does not reserve them in time; nothing stays reserved.
+    """
     together = [len([*ranks]) for _, ranks in groupby(map(planned.node, devices))]
     return reserve(len(devices), gpus=1, together=together, label=label)

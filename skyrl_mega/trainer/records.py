@@ -29,7 +29,8 @@ class Records:
             columns: True to write all columns of the tokens, too.
 
         Raises:
-            ClusterError, OSError: The previous file could not be written; see `wait`.
+            ClusterError: The arrays of the previous file's trajectories are lost, or writing took too long.
+            OSError: The previous file could not be written.
         """
         self.wait()
         self._writing = self._thread.submit(parquet.write_apart, file, trajectories, columns=columns)

@@ -36,7 +36,9 @@ class RolloutSource:
 
         Raises:
             ActorFailed: An engine refused a request, or no engine or rollout worker is left and none restarts.
-            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
             Exception: `look` or `refill` of the generator raised it.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling

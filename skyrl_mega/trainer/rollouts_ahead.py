@@ -25,13 +25,23 @@ class Rollouts(Protocol):
         Raises:
             ActorFailed: An engine or a rollout worker failed, and none restarts.
             StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
-            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
             Stopped: The run must end.
         """
 
     def before_sync(self, step: Step) -> None:
         """Prepares for a sync of the step's weights, or for an evaluation: waits for rollouts that must not see new
-        weights. Raises as `next_groups` does."""
+        weights.
+
+        Raises:
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
+            Stopped: The run must end.
+        """
 
     def synced(self, version: int) -> None:
         """Records that all working engines now run weights `version`. To be called after every sync, also outside of a

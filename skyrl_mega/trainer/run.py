@@ -194,7 +194,7 @@ class Run:
 
         Raises:
             EngineDiffers: The difference reaches a stop bound of `health.mismatch`.
-            ActorFailed, ClusterError, OSError: As in `complete`, in place of EngineDiffers.
+            ActorFailed, ClusterError, OSError: The step could not be completed; raised in place of EngineDiffers.
         """
         try:
             end_if_too_far(self.config, step.number, step.metrics)
@@ -245,8 +245,14 @@ class Run:
 
     def evaluate_before_training(self) -> None:
         """Evaluates the initial policy, the baseline for all later evaluations, and writes the scores as step 0. Does
-        nothing after step 0, or without `evaluation.before`. Raises UserError, ActorFailed or Stopped as `evaluate`
-        does, and OSError if the scores cannot be written."""
+        nothing after step 0, or without `evaluation.before`.
+
+        Raises:
+            UserError: The environment of every trajectory failed.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts.
+            Stopped: The run must end.
+            OSError: The scores cannot be written.
+        """
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console, prepare=self.residency.enter)
             self.evaluate(step)
@@ -254,12 +260,13 @@ class Run:
             self.console.step(0, step.metrics)
 
     def sync_engines(self) -> None:
-        """Syncs the weights of the completed steps to all running engines, outside of a step's own sync; see
-        `WeightSync.sync`. If no engine runs, waits for a restart.
+        """Syncs the weights of the completed steps to all running engines, outside of a step's own sync. If no engine
+        runs, waits for a restart.
 
         Raises:
             ActorFailed: A policy rank failed, or no engine could be updated.
-            UserError, OSError: As in `WeightSync.sync`.
+            UserError: A process rejected the settings.
+            OSError: A cached plan other than this sync's cannot be removed.
         """
         self.residency.enter("sync")
         self.sync.sync(self.version)
@@ -271,7 +278,8 @@ class Run:
 
         Raises:
             ActorFailed: No engine can be restarted, or a policy rank failed.
-            UserError, OSError: As in `WeightSync.sync`.
+            UserError: A process rejected the settings.
+            OSError: A cached plan other than this sync's cannot be removed.
         """
         phase = self.residency.phase
         self.sync_engines()
@@ -286,7 +294,9 @@ class Run:
 
         Raises:
             DiskFull: No space is left for the last step's checkpoint.
-            ActorFailed, ClusterError, OSError: See `save`.
+            ActorFailed: A rank or a rollout worker failed.
+            ClusterError: Trajectories generated ahead are lost, or writing these took too long.
+            OSError: A file could not be written.
         """
         if self.checkpoint_overdue or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
@@ -323,8 +333,15 @@ class Run:
 
     def save_before_exit(self) -> None:
         """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step. A request
-        for a graceful end does not interrupt the save. Raises as `save` does, and UserError if all checkpoints are
-        damaged."""
+        for a graceful end does not interrupt the save.
+
+        Raises:
+            UserError: All checkpoints are damaged.
+            DiskFull: No space is left for the checkpoint.
+            ActorFailed: A rank or a rollout worker failed.
+            ClusterError: Trajectories generated ahead are lost, or writing these took too long.
+            OSError: A file could not be written.
+        """
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
             with self.shutdown.finish():

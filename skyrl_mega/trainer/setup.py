@@ -171,7 +171,10 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
     on engines may join and leave (`rollout.elastic`).
 
     The rollout workers are None if trajectories run in threads of the driver. All processes end with `setup.stack`,
-    also after an error here. For the errors see `open_run`.
+    also after an error here.
+
+    Raises UserError if a setting or file is unusable, ActorFailed or ClusterError if a process or node fails, OSError
+    if a file cannot be written.
     """
     with setup.stages.phase("start engines and policy"):
         placement = reserve_run(setup.config, setup.device)
@@ -189,9 +192,15 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
-    """Returns a context manager that starts or joins Ray with enough resources for the run's actors, and raises the
-    errors of `ray_session.session`. Raises UserError if engines should join by their nodes and no node can
-    (`refuse_private_cluster`)."""
+    """Returns a context manager that starts or joins Ray with enough resources for the run's actors.
+
+    Entering the block raises UserError if RAY_ADDRESS is unusable, ClusterError if Ray does not start or refuses the
+    connection, and NodesMissing if nodes do not join in time. An ActorFailed or a ClusterError inside the block becomes
+    NodeLost if a node is gone.
+
+    Raises:
+        UserError: Engines should join by their nodes, and RAY_ADDRESS is not set.
+    """
     refuse_private_cluster(config.rollout.elastic)
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
     actors = trained + config.rollout.engines * engine_ranks(config.rollout) + config.environment.processes
@@ -299,7 +308,8 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
     Raises:
         UserError: The demonstrations are invalid.
         ActorFailed: A rank failed.
-        DiskFull, ClusterError, OSError: See `Run.save`.
+        DiskFull: No space is left for the checkpoint.
+        ClusterError, OSError: The checkpoint could not be written.
     """
     run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)

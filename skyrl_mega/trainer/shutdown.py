@@ -61,9 +61,12 @@ class ShutdownRequest:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Delays a graceful end until after the body of the `with` block: GracefulStop is raised before or after the
-        body, never inside. After a request for an immediate end, `raise_if_requested` raises Stopped inside the body,
-        too."""
+        """Delays a graceful end until after the body of the `with` block.
+
+        Before the body, and after a body without an error, raises Stopped after a request for an immediate end, and
+        GracefulStop after a request for a graceful end. Inside the body, `raise_if_requested` raises only Stopped. An
+        error of the body passes unchanged.
+        """
         self.raise_if_requested()
         with self.finish():
             yield

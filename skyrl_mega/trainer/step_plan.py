@@ -66,7 +66,11 @@ class StepPlan:
         Raises:
             PlanFault: The step has trained or evaluated, has its groups and `asynchrony.mode` is `one_step`, or called
                 `generate` so often that it probably never ends.
-            ActorFailed, UserError: See `Rollouts.next_groups`.
+            ActorFailed: An engine or a rollout worker failed, and none restarts.
+            StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+            WrongRoutes: An engine's expert routes do not match the tokens.
+            UserError: A trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`, or the generator or
+                the chat template is unusable.
             Stopped: The run must end; the step is abandoned.
         """
         self._order.generate()
@@ -83,7 +87,12 @@ class StepPlan:
             GracefulStop: A graceful end was requested before the step's trajectories were recorded; the step is
                 abandoned.
             Stopped: An immediate end was requested.
-            EngineDiffers, ActorFailed, ClusterError, UserError, OSError: See `loop.train`.
+            EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+            ActorFailed: A rank failed.
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            WrongRoutes: Routes to replay are missing.
+            UserError: Too many environments failed, or a function of the user is wrong.
+            OSError: A file of the run could not be written.
         """
         self._order.train(groups)
         self._record_rollouts()
@@ -99,7 +108,9 @@ class StepPlan:
         Raises:
             PlanFault: The engines already have weights of this step.
             Stopped: An immediate end was requested.
-            ActorFailed, UserError, OSError: See `WeightSync.sync`.
+            ActorFailed: A policy rank failed, or no engine could be updated.
+            UserError: A process rejected the settings, or the next step's batch, complete before the sync, is unusable.
+            OSError: A cached plan cannot be removed.
         """
         if self._order.sync():
             self.run.rollouts.before_sync(self.step)
@@ -115,7 +126,11 @@ class StepPlan:
             PlanFault: Nothing was generated in this step.
             GracefulStop: A graceful end was requested before the step's trajectories were recorded; the step is
                 abandoned.
-            ActorFailed, UserError, OSError, Stopped: See `Run.evaluate` and `sync`.
+            Stopped: An immediate end was requested.
+            ActorFailed: A policy rank failed, or no engine is left and none restarts.
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            UserError: Too many environments failed, or a process rejected the settings.
+            OSError: A file could not be written, or a cached plan cannot be removed.
         """
         self._record_rollouts()
         self.sync_if_trained()
@@ -128,7 +143,8 @@ class StepPlan:
         self.step.record(checked_metrics(metrics))
 
     def sync_if_trained(self) -> None:
-        """Syncs if the step trained and the engines do not have its weights; raises as `sync` does."""
+        """Syncs if the step trained and the engines do not have its weights. Raises the errors of `sync`: Stopped,
+        ActorFailed, UserError, OSError."""
         if self._order.stale:
             self.sync()
 
@@ -247,7 +263,16 @@ StepFunction = Callable[[StepPlan], object]
 
 
 def one_update(plan: StepPlan) -> None:
-    """Runs the built-in step: generate, train, sync. Raises as `StepPlan.generate`, `train` and `sync` do."""
+    """Runs the built-in step: generates groups and trains; the sync follows at the end of the step.
+
+    Raises:
+        GracefulStop, Stopped: The run must end.
+        EngineDiffers, StaleTooFar: A bound of `health.mismatch` or `asynchrony.max_staleness` is exceeded.
+        ActorFailed, ClusterError: A process failed, or arrays are lost.
+        WrongRoutes: Expert routes are missing or do not match the tokens.
+        UserError: Too many environments failed, or a function of the user is wrong.
+        OSError: A file of the run could not be written.
+    """
     plan.train(plan.generate())
 
 

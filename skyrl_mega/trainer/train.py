@@ -26,7 +26,11 @@ def train(config: Config, folder: Path, console: Console) -> None:
         ActorFailed, ClusterError: An actor died, raised or did not answer, or missing nodes did not join. Names the
             root cause.
         Stopped: A signal arrived.
-        CannotLearn, EngineDiffers, StaleTooFar, OSError: See `loop.train`.
+        CannotLearn: The policy learned nothing from the last `run.patience` steps.
+        EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+        StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+        WrongRoutes: Expert routes are missing or do not match the tokens.
+        OSError: A file of the run could not be written.
     """
     from skyrl_mega.cluster.atomic_output import refuse_folder
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, fault_event
@@ -66,8 +70,18 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 def finish(run: Run) -> None:
     """Runs the remaining steps, exports the model to `<run folder>/model` with `checkpoint.export`, writes the report
-    page and prints the summary. An engine failure before the export is only printed. Raises ActorFailed or OSError if
-    the export fails; for other errors see `loop.train`."""
+    page and prints the summary. An engine failure before the export is only printed.
+
+    Raises:
+        GracefulStop, Stopped: A signal arrived.
+        CannotLearn: The policy learned nothing from the last `run.patience` steps.
+        EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
+        StaleTooFar: A token is older than `asynchrony.max_staleness` allows.
+        WrongRoutes: Expert routes are missing or do not match the tokens.
+        ActorFailed, ClusterError: A rank failed, no engine or rollout worker is left, or arrays were lost.
+        UserError: Too many environments failed, or the function of `run.loop` is wrong.
+        OSError: A file of the run, or the export, could not be written.
+    """
     from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop

@@ -16,10 +16,11 @@ def cispo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metri
 
         L_t = -sg(clip(r_t, 1 - cispo.clip_low, 1 + cispo.clip_high)) A_t log π_t        r_t = π_t / π_old,t
 
-    sg stops the gradient. Equation 4's mean is `loss_mean=tokens`. `total` adds further terms.
+    sg stops the gradient. Equation 4's mean is `loss_mean=tokens`. `total` adds the mismatch correction, the entropy
+    bonus and the KL term.
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     ratio_L = log_ratio(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weight_L = ratio_L.clamp(1 - algorithm.cispo.clip_low, 1 + algorithm.cispo.clip_high)

@@ -26,10 +26,10 @@ def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Met
         M_t = 0 where A_t > 0 and π - μ > dppo.tv_high, or A_t < 0 and μ - π > dppo.tv_low;  else 1
 
     μ is the engine's probability with `old_logprobs=engine`, as in the paper. clip_fraction is the share of M_t = 0.
-    `total` adds further terms.
+    `total` adds the mismatch correction, the entropy bonus and the KL term.
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     old_L, now_L = _probabilities(inputs)
     return _masked(inputs, (now_L - old_L).abs(), algorithm.dppo.tv_low, algorithm.dppo.tv_high, algorithm)
@@ -43,7 +43,7 @@ def dppo_kl(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Met
     M_t = 0 where A_t > 0, r_t > 1 and D_t > dppo.kl_high, or A_t < 0, r_t < 1 and D_t > dppo.kl_low;  else 1
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     old_L, now_L = _probabilities(inputs)
     others_old_L, others_now_L = ((1 - p_L).clamp(min=TINY) for p_L in (old_L, now_L))

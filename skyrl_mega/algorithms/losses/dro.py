@@ -17,10 +17,10 @@ def dro(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics
         L_t = -A_t log π_t + dro.strength / 2 · d_t²
 
     The gradient equals that of the paper's squared error (A - β log π / π_ref)² / 2 over β, with the old policy as the
-    reference. clip_fraction is 0. `total` adds further terms.
+    reference. clip_fraction is 0. `total` adds the mismatch correction, the entropy bonus and the KL term.
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     d_L = log_ratio(inputs)
     bounded_L = d_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -28,7 +28,7 @@ def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
 
     Raises:
         AssertionError: `sequence_L` is missing.
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     d_L = log_ratio(inputs)
     advantages_L = inputs.clean(inputs.advantages_L)

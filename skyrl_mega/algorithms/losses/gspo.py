@@ -17,15 +17,16 @@ def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
 
     With `sequence_unit: trajectory`, y is all answers of a trajectory. The ratio is clipped to [1 - gspo.clip_low, 1 +
     gspo.clip_high] as a whole, so all tokens of an answer count or none, if their advantages have one sign. With
-    `loss_mean=sequences` and a single answer per trajectory the loss is equation 5; see `clipped_surrogate` for
-    `dual_clip`, and `total` for further terms. Needs `sequence_L`.
+    `loss_mean=sequences` and a single answer per trajectory the loss is equation 5. `dual_clip` bounds the loss of
+    tokens with a negative advantage. `total` adds the mismatch correction, the entropy bonus and the KL term. Needs
+    `sequence_L`.
 
     Returns:
         The loss of the micro-batch (scalar, summed over tokens), and the metrics of `clipped_surrogate` and `total`.
 
     Raises:
         AssertionError: `sequence_L` is missing.
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     mean_L = inputs.sequence_mean(log_ratio(inputs))
     ratio_L = mean_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

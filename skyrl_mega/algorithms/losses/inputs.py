@@ -54,7 +54,7 @@ class LossInputs:
     high_entropy_L: Tensor | None = None
     """bool: the tokens of the policy loss; None: all."""
     kl_weights_L: Tensor | None = None
-    """Weights of the KL term's own mean, like `weights_L`; None means `weights_L`."""
+    """Each token's weight in the KL term, for a mean of its own (`kl.mean`); None means `weights_L`."""
     sequence_L: Tensor | None = None
     """int64: index of the token's sequence in the micro-batch, equal on all context ranks.
 

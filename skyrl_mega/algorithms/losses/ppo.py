@@ -12,11 +12,15 @@ from skyrl_mega.config.schema import AlgorithmConfig
 def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Returns the PPO loss of a micro-batch, a scalar, and the metrics of `clipped_surrogate` and `total`.
 
-    The ratio r_t = π(token) / π_old(token) is clipped to [1 - clip_low, 1 + clip_high]. See `clipped_surrogate` and
-    `total` for the formulae.
+    For a token with r_t = π_t / π_old,t:
+
+        L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+        L_t = min(L_t, -dual_clip A_t)      where A_t < 0, with `dual_clip`
+
+    `total` adds the mismatch correction, the entropy bonus and the KL term.
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip

@@ -19,11 +19,11 @@ def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
         L_t = -(4 / τ) σ(τ (r_t - 1)) A_t        τ = sapo.temperature_positive where A_t > 0, else temperature_negative
 
     The gradient is REINFORCE's times 4 σ (1 - σ) r_t: 1 at r_t = 1, fading on both sides. The paper's mean is
-    `loss_mean=sequences`. clip_fraction is the share of tokens with 4 σ (1 - σ) below one half. `total` adds further
-    terms.
+    `loss_mean=sequences`. clip_fraction is the share of tokens with 4 σ (1 - σ) below one half. `total` adds the
+    mismatch correction, the entropy bonus and the KL term.
 
     Raises:
-        ValueError: As in `total`: required log-probs or the entropy are missing.
+        ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     advantages_L, settings = inputs.clean(inputs.advantages_L), algorithm.sapo

@@ -20,7 +20,7 @@ class ValueInputs:
     values_L: Tensor
     """float32: V(s_t) under the weights in training, where s_t is all tokens before t."""
     weights_L: Tensor
-    """Slice of `token_weights`, as in the policy's loss."""
+    """Each token's weight in the loss, a slice of `token_weights`; 0: the token does not count."""
     old_L: Tensor
     """Values under the weights at the start of the RL step."""
     returns_L: Tensor

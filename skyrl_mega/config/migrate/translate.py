@@ -86,6 +86,8 @@ class Translator:
     def translate_given(self, contextual: bool) -> None:
         """Translates given settings, and adds a row of the account for each. Call first with False, then with True.
 
+        Settings with the conversion `figures` are left out; `figures.py` and `data_sets.py` translate these.
+
         Args:
             contextual: False for the settings with a conversion by itself; True, in a second pass, for conversions that
                 depend on other settings (`CONTEXTUAL`).

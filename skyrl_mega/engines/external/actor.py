@@ -352,9 +352,12 @@ class ExternalEngine:
         `parameters`, the `bytes` received, and the names of `different` parameters; [] for a server that loads a
         directory. The server pauses meanwhile.
 
+        Workers in a process group receive the weights again: the policy ranks must send, with checksums, at the same
+        time. Workers that read files compare with the weights last downloaded. A difference raises nothing.
+
         Raises:
             ServerGone, ServerRefused: The server does not answer or refuses.
-            NotReady: Weights are undefined; raised after the comparison.
+            NotReady: Weights are undefined; raised after the comparison. The server stays paused.
         """
         if self.receiver is None:
             return []

@@ -145,8 +145,12 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns the reason why a row is wrong: its task is missing, malformed or cannot run in the session, its names
-        of tests are malformed, or its ground truth is no command. None for a valid row."""
+        """Returns the reason why a row is wrong: it names no task, its task is malformed or cannot run in the session,
+        its names of tests are malformed, or its ground truth is no command. None for a valid row.
+
+        A row without a ground truth is valid. A task without a folder has the defaults, and is wrong only if the
+        session needs the folder's `repo/`, or an image that the options do not name.
+        """
         info = row.get("extra_info") or {}
         name = info.get("task") if isinstance(info, Mapping) else None
         folder = options["tasks"]

@@ -90,10 +90,12 @@ class Classic:
     async def play(self, order: Mapping[str, Any], url: str, model: str) -> dict[str, Any]:
         """Plays a task and returns the result: `reward` (0 if the environment gives none), `metrics` (name → number)
         and `notes`; after an error of the environment the result of `failure`, with `notes`. `notes` has `stop`, the
-        reason of the end, and `cut`, True for a rollout that was cut off.
+        reason of the end, and `cut`, True for a rollout that was cut off. A reply of the policy without text is no
+        error.
 
         Args:
-            order: The order, with `task`, `timeout_s` and `max_turns`.
+            order: The order, with `task`; `timeout_s`, the limit of a request to the policy, which has two retries; and
+                `max_turns`, which replaces a higher or missing limit in the environment, for later tasks too.
             url: Address of the policy, without a path.
             model: Model name for requests.
         """
