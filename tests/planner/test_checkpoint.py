@@ -19,6 +19,7 @@ from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import LocalBox, file_name, read_entries
 from skyrl_mega.hf_checkpoint.box_header import Header, SavedFile
 from skyrl_mega.models import dist_checkpoint, huggingface, megatron
+from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import Spec
 from skyrl_mega.models.published import known
@@ -29,7 +30,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.parallel.flat import FlatPiece, Run, flat_pieces
 from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer
 from skyrl_mega.planner.checkpoint import INDEX, STAGING, checkpoint_bytes
-from skyrl_mega.planner.parameters import EXPERTS, ROUTER, Parameters
+from skyrl_mega.planner.parameters import EXPERTS, Parameters
 from tests.megatron import layouts
 from tests.planner.test_buffers import MODELS
 from tests.support.ranks import run_ranks
@@ -59,7 +60,7 @@ def owned(d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, freeze: b
     for number in range(parallel.virtual_pipeline):
         names = np.array([name for name in shard.params if name.startswith(f"{number}.")])
         fixed = np.array([name.endswith("expert_bias") for name in names])
-        router = np.array([freeze and name.endswith(ROUTER) for name in names]) | fixed
+        router = np.array([freeze and name.endswith((MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS)) for name in names]) | fixed
         experts = np.array([parallel.expert > 1 and EXPERTS in name for name in names])
         vocabulary = np.array([name.endswith(("word_embeddings.weight", "output_layer.weight")) for name in names])
         numel = np.array([prod(shard.params[name]) for name in names])
