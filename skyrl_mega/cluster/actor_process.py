@@ -177,11 +177,12 @@ def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def hosted(cls: type) -> type:
-    """Returns a subclass of `cls` for an actor of Ray, with a delayed constructor: without arguments it only sets up
-    the process; the method `construct(identity, kwargs)` redirects the output and then runs the constructor of `cls`.
+    """Returns a subclass of `cls` for an actor of Ray, whose constructor takes no arguments and only sets up the
+    process.
 
-    The rank can therefore depend on the node and GPU of the process. The subclass also has the methods `location`,
-    which returns the process's `Location`, and `free_port`.
+    The method `construct(identity, kwargs)` redirects the output, binds the process to the CPUs nearest to its GPUs,
+    and runs the constructor of `cls`. The actor's rank can therefore depend on the node and GPU of the process. The
+    method `location` returns the `Location` of the process, `free_port` a free port of the node.
     """
 
     class Hosted(cls):

@@ -94,7 +94,11 @@ class Fleet(SupervisedGroup):
 
     @property
     def left(self) -> list[int]:
-        """Ranks of actors that are leaving or have left, for good."""
+        """Ranks of actors that are leaving or have left for good, in order.
+
+        Among them are joined actors that failed to start or have no restart left. An actor of the run's start that has
+        no restart left is given up instead, and is not among them.
+        """
         return self.ranks(State.LEAVING, State.GONE)
 
     def out_of_service(self) -> tuple[int, list[int]]:

@@ -105,9 +105,12 @@ def _accepts(rule: Rule, text: str) -> bool:
 
 @contextmanager
 def hydra_config_from(*folders: Path) -> Iterator[None]:
-    """Makes Hydra compose from the YAML files in `folders` inside the block, with values as written.
+    """Makes Hydra compose from the YAML files in `folders` inside the block. If several folders have a file, the first
+    of these folders in the order of the arguments wins.
 
-    Earlier folders take precedence. Changes Hydra's global state, and restores it afterwards.
+    Numbers and booleans of the composed settings are marked text; `restore_text` turns marked text into the text as
+    written, or into YAML's value. After the block, Hydra's global state is restored; only the file source
+    `VerbatimFiles` stays registered.
     """
     Plugins.instance().register(VerbatimFiles)
     with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):

@@ -94,7 +94,11 @@ class AdamWithBfloat16Moments(torch.optim.AdamW):
         return adam
 
     def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:
-        """Sets zero bfloat16 moments for `weights`; called with the same arguments as Transformer Engine's method."""
+        """Sets both moments of `weights` to zero, in bfloat16; a former state is lost. Has the parameters of
+        Transformer Engine's method, and ignores `_remainders`.
+
+        The new state has no `step`: set `step` before the optimizer's next step, as `allocate` does.
+        """
         self.state[weights] = {kind: torch.zeros_like(weights, dtype=torch.bfloat16) for kind in MOMENTS}
 
     @torch.no_grad()

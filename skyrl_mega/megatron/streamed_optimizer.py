@@ -23,7 +23,7 @@ from skyrl_mega.megatron.residency import OffloadablePart
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """Some of the weights trained by a rank, with the optimizer's state for these weights."""
+    """Some of the trained weights of a rank, with the optimizer's state for these weights."""
 
     weights: list[tuple[Tensor, Tensor]]
     """Pairs of a model parameter and the float32 [n] master weight of this rank's run."""
@@ -31,8 +31,12 @@ class OptimizerPiece:
     """Masters and moments, on or off the device."""
 
     def tensors(self, inner: Any) -> Iterator[Tensor]:
-        """Yields the tensors to move: masters, and moments from the state of the Adam `inner`. A float32 model's
-        masters are the weights themselves and stay on the device."""
+        """Yields the tensors to move between device and host memory: the masters, and the moments in the state of
+        `inner`, an Adam optimizer.
+
+        A float32 model's masters are the weights themselves and stay on the device. Raises KeyError if the moments are
+        not allocated (`moments.allocate`).
+        """
         for p, master in self.weights:
             if not _same_memory(p, master):
                 yield master.detach()

@@ -165,11 +165,15 @@ class ParallelDims:
         return sizes
 
     def stage_layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Returns the global indices of the layers of virtual chunk `chunk` on stage `pp`.
+        """Returns the global indices of the layers of virtual chunk `chunk` on stage `pp`; at least one layer. `pp` and
+        `chunk` count from 0.
 
         Each stage's layers are cut into equal chunks. The model goes through chunk 0 of every stage, then chunk 1 of
-        every stage, and so on. `pp` and `chunk` count from 0. Raises ValueError if the stages cannot divide the layers
-        (`stage_sizes`).
+        every stage, and so on.
+
+        Raises:
+            ValueError: The layers cannot be divided among the stages, a stage would be empty, or a stage cannot be cut
+                into equal chunks (`stage_sizes`).
         """
         sizes = [size // self.virtual_pipeline for size in self.stage_sizes(num_layers)]
         first = chunk * sum(sizes) + sum(sizes[:pp])

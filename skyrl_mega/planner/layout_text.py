@@ -12,8 +12,16 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row of a table per policy rank, by name of the column: `rank`, its coordinates, and ranges (`0-7`,
-    inclusive) of the rank's layers, heads and experts."""
+    """Returns a row (name of the column → value) for each policy rank, in the order of ranks, for the table of a dry
+    run.
+
+    The columns are `rank`, the fields of `RankCoords`, `layers`, and, if the model has them, `heads`, `kv` heads,
+    `experts` and `columns` of an expert. `layers` has an inclusive range such as `0-7` for each virtual stage,
+    separated by spaces. The other parts are a range or a single number.
+
+    Raises:
+        ValueError: The model's layers cannot be divided among the pipeline stages.
+    """
     rows = []
     for rank in range(parallel.ranks):
         at = parallel.coordinates(rank)
@@ -28,8 +36,8 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row of a table per worker of one engine, by name of the column: `worker`, and ranges (`0-7`, inclusive)
-    of the worker's layers, heads and experts. All engines are alike, so one is shown."""
+    """Returns a row (name of the column → value) for each worker of an engine, for the table of a dry run; all engines
+    are alike. The columns are `worker`, and inclusive ranges (`0-7`) of the worker's layers, heads and experts."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

@@ -251,9 +251,14 @@ class EngineMemory:
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     def lower_bound_in(self, phase: str) -> float:
-        """Returns the lower bound of the bytes in a phase: every estimate is reduced by the margin.
+        """Returns the smallest plausible number of bytes on the device in a phase.
 
-        An awake engine always uses the whole budget; a staged layer may lie in the working memory.
+        An awake engine needs `budget` in full, and `beside` reduced by `MARGIN`; a staged layer adds nothing, because
+        the layer may lie in the working memory. An engine that is not awake needs the counted kinds (`COUNTED`) in
+        full, and the estimated kinds reduced by `MARGIN`.
+
+        Args:
+            phase: A name of `PHASES`, or `eval`.
         """
         if self.awake(phase):
             return self.budget + (1 - MARGIN) * self.beside
@@ -271,5 +276,6 @@ class EngineMemory:
 
     @property
     def lower_bound(self) -> int:
-        """Smallest plausible bytes during generation: `beside`, an estimate, is reduced by `MARGIN`."""
+        """Smallest plausible number of bytes during generation: `budget` in full, and `beside`, an estimate, times 1 -
+        `MARGIN`."""
         return self.budget + int((1 - MARGIN) * self.beside)

@@ -177,7 +177,11 @@ class Console:
         self._write_log(instead)
 
     def note(self, text: str) -> None:
-        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`)."""
+        """Writes a line, with secrets hidden, to the run's log, if `log_to` opened a log; does not print the line as
+        text.
+
+        If `text` is an `Event`, also writes the event to `events.jsonl` and to the JSON output (`record`).
+        """
         self._write_log(hidden(text))
         self.record(text)
 

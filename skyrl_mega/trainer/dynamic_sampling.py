@@ -47,8 +47,12 @@ class GroupSelection:
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
-        """Counts a finished round and keeps its groups that have a signal. Raises UserError if a completed trajectory
-        lacks the reward named by `algorithm.dynamic_sampling.reward`."""
+        """Counts a finished round and all its groups, and keeps the groups that have a signal (`with_signal`).
+
+        Raises:
+            UserError: A completed trajectory lacks the reward named by `algorithm.dynamic_sampling.reward`. The round
+                is counted, but no group of the round is kept.
+        """
         self.rounds += 1
         self.sampled += len(groups)
         self.informative += with_signal(groups, self.algorithm)

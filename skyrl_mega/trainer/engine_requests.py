@@ -168,15 +168,17 @@ class Inbox:
             del self.answers[next(iter(self.answers))]
 
     def write(self, engines: list[Mapping[str, Any]], most: int) -> None:
-        """Writes the state to the run's `engines/state.json`, replacing the file, unless nothing changed since the last
-        call.
+        """Writes the engines, `most`, the driver's host and process, and the answers recorded by `answer`, to the run's
+        `engines/state.json`.
+
+        Replaces the file in one step. Does nothing if the content is the same as in the last successful call.
 
         Args:
             engines: Rank, state and place of every engine.
             most: `rollout.elastic.most`.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written; the next call tries again.
         """
         driver = {"host": platform.node(), "pid": os.getpid()}
         state = {"format": FORMAT, "most": most, "driver": driver, "engines": engines, "answers": self.answers}

@@ -89,10 +89,12 @@ class Actors(NamedTuple):
 
 
 def start_actors(setup: Setup, placement: Reservations) -> Actors:
-    """Starts policy, reference and critic with weights, and the engines, in parallel, and returns them. `setup.stack`
-    ends all actors, also after an error here.
+    """Starts policy, reference and critic with weights, and engines with random weights, and returns them. The engines
+    serve requests after the first weight sync. `setup.stack` ends all actors, also after an error here.
 
-    On shared GPUs the engines start first: vLLM measures the free memory, and no other process may allocate meanwhile.
+    On separate GPUs the engines start while the other models are built. On shared GPUs the engines start before any
+    model is built: vLLM measures the free memory, and no other process may allocate meanwhile. There the engine parts
+    that `residency.keep` does not keep are returned asleep.
 
     Raises:
         UserError: vLLM rejects the settings, a layout does not fit, or a model's directory is invalid.

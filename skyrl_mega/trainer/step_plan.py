@@ -221,8 +221,14 @@ class PartOrder:
         return groups
 
     def train(self, groups: object) -> None:
-        """Notes a call of `train` with the value `groups`. Raises PlanFault if the call is not allowed now, or the
-        value is no list of different groups that this run handed out."""
+        """Checks a call of `train` with the value `groups`, and notes that the step has trained unless `groups` is
+        empty.
+
+        Raises:
+            PlanFault: `generate` was not called in this step; the engines already have this step's weights; `groups` is
+                no list or tuple of groups that `generate` of this run returned; or a group occurs twice, unless dynamic
+                sampling works with the mode `replace`.
+        """
         if not isinstance(groups, list | tuple):
             raise PlanFault(f"train is given {type(groups).__name__}; allowed is a list of groups from generate")
         if not self.generated:

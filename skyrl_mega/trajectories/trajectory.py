@@ -211,8 +211,11 @@ class Trajectory:
 
     @property
     def context(self) -> array[int]:
-        """The tokens of the current conversation, as the policy sees them: all tokens from the start of the last prompt
-        step; a new array."""
+        """The tokens of the current conversation, as the policy sees them, in a new array: all tokens from the start of
+        the last prompt step; without a prompt step, all tokens of the trajectory.
+
+        Fetches remote arrays. Raises ClusterError if these are lost.
+        """
         start = next((step.start for step in reversed(self.steps) if step.kind is Kind.PROMPT), 0)
         return self.tokens[start:]
 

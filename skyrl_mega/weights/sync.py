@@ -122,9 +122,9 @@ class WeightSync:
         """Transfers the policy's present weights to all running engines, which afterwards serve the weights as
         `version`. Connects policy and engines first if the running engines have changed.
 
-        A dead or stalled engine is retired and restarted; the other engines are updated and the run continues. Engines
-        restarted since the last sync take part in this sync. If no engine runs, waits for a restart first. Each attempt
-        is bounded by `weights.timeout_s` per stage; failed attempts are repeated with the remaining engines.
+        A dead or stalled engine is retired, and the attempt is repeated with the remaining engines; the restarted
+        engine takes part in a later attempt or sync. If no engine runs, waits for a restart first. Each stage of an
+        attempt is bounded by `weights.timeout_s`.
 
         Args:
             version: Number of the weights, reported with every completion.
@@ -133,10 +133,12 @@ class WeightSync:
             Metrics of the successful transfer: `time/sync/*` in seconds and `sync/*`.
 
         Raises:
-            ActorFailed: A policy rank failed, no engine could be restarted, or `BLAMELESS` attempts in a row failed
-                without an engine to blame; carries the root cause.
+            ActorFailed: A policy rank failed; an engine failed and has no restart left (`rollout.restarts`), even if
+                other engines run; no engine is left; or three attempts in a row (`BLAMELESS`) failed without an engine
+                to blame. Carries the root cause.
             UserError: A process rejected the settings.
-            OSError: A cached plan other than this sync's cannot be removed.
+            OSError: The folder `plans` has another plan for the same settings, written by an older version of the code,
+                and its file cannot be removed.
         """
         with self.fleet.updating:
             return self._sync(version)

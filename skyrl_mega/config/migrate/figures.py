@@ -21,9 +21,12 @@ ENDLESS = 1_000_000
 
 
 def batches(t: TranslationState) -> None:
-    """Translates TRL's batch sizes, GPUs and steps into the translation `t`; does nothing for other programs.
+    """Translates TRL's batch sizes, number of processes and steps into our settings, in the translation `t`. Does
+    nothing for other programs.
 
-    Adds settings, rows of the account and assumptions. Sizes unknown without running the script keep our defaults.
+    A figure that is not given counts as TRL's default. An unknown number of processes counts as 8, with an assumption
+    for the user. If only running the script would give a figure, the settings that depend on the figure keep our
+    defaults, and its row of the account is `dropped`.
     """
     if t.program != "TRL":
         return

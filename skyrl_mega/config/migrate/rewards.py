@@ -47,12 +47,18 @@ def verl_reward(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns TRL's `reward_funcs`, with a single reward function, as `module:function` or `file.py:function` for the
-    first setting in `here`.
+    """Translates TRL's `reward_funcs`, with a single reward function, into the setting `here[0]`, and returns the
+    setting with a note about TRL's form of reward functions.
+
+    `package.module.function` becomes `package.module:function`. `file.py:function`, for a function imported from a file
+    beside the script, stays. Nothing is imported.
+
+    Args:
+        value: Name of a function, or a list of names.
 
     Raises:
-        Dropped: Several functions, a reward model, or a function without an importable module; the text says how to
-            proceed.
+        Dropped: Several functions or none, a reward model (a name with `/`), or a name without a module, such as a
+            function defined in the script. The text says how to proceed.
     """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if len(names) != 1:

@@ -136,9 +136,15 @@ class VllmServer(HttpServer):
         return stated_version(answer.get("weight_version") if isinstance(answer, dict) else None)
 
     async def update(self, source: Mapping[str, Any], version: int) -> None:
-        """Makes every worker load a Hugging Face directory, with the plug-in by its own loader, else by vLLM's
-        `reload_weights`; the server then states `version`. Raises ServerGone if the server failed or did not answer
-        within `source["timeout_s"]` seconds, and ServerRefused if the server refuses."""
+        """Makes every worker load the Hugging Face directory `source["path"]`, and then sets the server's weight
+        version to `version`.
+
+        Workers with the plug-in use the plug-in's loader, other workers use vLLM's `reload_weights`.
+
+        Raises:
+            ServerGone: The server failed, or did not load within `source["timeout_s"]` seconds.
+            ServerRefused: The server refuses.
+        """
         seconds, path = source["timeout_s"], source["path"]
         if self.plugin:
             await self._workers("load_files", [path], seconds)

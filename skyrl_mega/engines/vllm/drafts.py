@@ -131,9 +131,11 @@ class CountingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests as vLLM does, and returns vLLM's messages by client, with the
-        requests' counts of draft tokens added. The message with a request's last token is unchanged: vLLM adds the
-        counts to it."""
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns client → vLLM's messages.
+
+        Each message of a request without `MAY_HOLD` gets the request's counts of draft tokens. A request's last message
+        stays unchanged: vLLM adds the counts to that message for every request.
+        """
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for message in messages.values():
             for output in message.outputs:
@@ -175,8 +177,11 @@ class AdaptiveScheduler(CountingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds a step's sampled tokens to the requests as vLLM does, and returns vLLM's messages by client, with the
-        requests' counts of draft tokens added (`CountingScheduler`). With `ADAPTIVE` also measures the step."""
+        """Adds a step's sampled tokens to the requests as vLLM does, and returns client → vLLM's messages, with counts
+        of draft tokens (`CountingScheduler`).
+
+        With `ADAPTIVE` also reports the end of the step and the number of its tokens to `trials`.
+        """
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self.trials is not None and scheduler_output.num_scheduled_tokens:
             cached = scheduler_output.scheduled_cached_reqs

@@ -23,7 +23,8 @@ class CommandOutput:
     """Standard error, at most `limit` bytes."""
 
     def last_line(self) -> str:
-        """Returns the last line of standard error, at most 500 characters; the status if there is none."""
+        """Returns the last line of standard error that is not empty, cut to its last 500 characters; without such a
+        line, returns `status`."""
         lines = self.stderr.decode(errors="replace").strip().splitlines()
         return lines[-1][-500:] if lines else self.status
 

@@ -168,7 +168,11 @@ class WorkerClient:
         """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def close(self) -> None:
-        """Starts to end the session at every worker, and so abandons all trajectories in progress. Does not wait."""
+        """Begins to end this client's session at every worker, without waiting for the workers; these abandon its
+        trajectories. Errors of dead workers are ignored.
+
+        Cancel all calls of `play` and `play_group` first: such a call would otherwise wait forever.
+        """
         for link in self.links.values():
             assert link.listening is not None
             link.listening.cancel()  # `_listen` then ends the session at the worker

@@ -116,7 +116,8 @@ class WandbTracker:
         self._trajectories.pop(step, None)  # only now: a failed call is retried with the same trajectories
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Keeps the trajectories until `log` sends the row of the same step; forgets those of earlier steps."""
+        """Keeps the trajectories until `log` sends the row of the same step; forgets all trajectories kept before, also
+        those of the same step."""
         self._trajectories = {step: trajectories}
 
     def close(self, failed: bool = False) -> None:

@@ -218,7 +218,11 @@ class Transport:
         self.close()
 
     def close(self) -> None:
-        """Leaves the group; waiting peers notice at once. Closing twice is harmless."""
+        """Leaves the group; closing twice is harmless.
+
+        On CPUs waiting peers notice at once. On CUDA waiting peers notice only at their deadline: `give_up` leaves the
+        group and reports this to the peers.
+        """
         if self.group is not None and self.on_streams:
             self.group.abort()
         # Gloo's sockets, with unfinished messages, close when nothing refers to the group any more.
