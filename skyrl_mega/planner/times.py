@@ -55,7 +55,7 @@ TAIL = 10
 """Factor by which the number of running sequences shrinks while the longest responses end."""
 EAGER_LAYER_US = 400.0
 """Minimum microseconds of Python and launches per layer of an engine without CUDA graphs; with graphs
-`cluster.rates.layer_us` applies. An estimate: 48 MoE layers then take 20 to 25 ms a token. Reported speed-ups by
+`cluster.rates.engine_layer_us` applies. An estimate: 48 MoE layers then take 20 to 25 ms a token. Reported speed-ups by
 graphs: 4.3 times (3B on an H200) and 1.7 times (7B on an A800; vllm-omni #7960)."""
 
 
@@ -128,7 +128,7 @@ def step_time(
         logprobs=forward,
         critic=critic,
         train=train,
-        sync=_single_copy_time(config, decoder) if sync is None else sync,
+        sync=(_single_copy_time(config, decoder) if sync is None else sync) + config.cluster.rates.sync_s,
         residency=residency_time(config, decoder, parallel),
         ahead=min(generate + tools, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
         tools=tools,
@@ -143,6 +143,7 @@ def time_without_generation(config: Config, decoder: Decoder, parallel: Parallel
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
         + _single_copy_time(config, decoder)
+        + config.cluster.rates.sync_s
     )
 
 
@@ -247,7 +248,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     draft model or head cannot be used."""
     rollout, rates = config.rollout, engine_cluster(config).rates
     launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
-    layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
+    layer_us = max(EAGER_LAYER_US, rates.engine_layer_us) if launches else rates.engine_layer_us
     workers = engine_ranks(rollout)
     work, speed = flops(decoder), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share

@@ -50,7 +50,7 @@ def test_without_measurements_they_are_the_data_sheets_and_assumed(monkeypatch: 
     assert planned == config
     assert {rate.source for rate in listed if rate.factor == 1} == {
         "H100 SXM data sheet",
-        "assumed: in layer_us",
+        "assumed: in engine_layer_us",
         "assumed: none",
     }
     assert by_key(config)["rates.tflops_share"] == Rate("cluster.rates.tflops_share", 0.2, "assumed", 2.0)

@@ -27,7 +27,7 @@ def slow_layers() -> tuple[Config, Decoder]:
     config, hf = Config(), MODELS["qwen3_moe_mixed"]
     config.cluster.device, config.rollout.eager = "cuda", False
     rates = config.cluster.rates
-    rates.tflops, rates.memory_gb_s, rates.layer_us = 1e12, 1e12, 1e6 * LAYER_S
+    rates.tflops, rates.memory_gb_s, rates.engine_layer_us = 1e12, 1e12, 1e6 * LAYER_S
     config.data.prompts_per_step, config.data.samples_per_prompt = 16, 4
     config.rollout.concurrency, config.rollout.sampling.max_tokens = 1024, 1000
     return config, architecture(hf).describe(hf)
@@ -53,6 +53,23 @@ def test_generation_takes_as_long_as_the_longest() -> None:
     config.cluster.rates.engine_step_us, config.cluster.rates.trajectory_us = 2000.0, 500.0
     slower = step_time(config, decoder, PARALLEL, 0.0, given)
     assert slower.generate == pytest.approx(300 * (token_s + 2e-3) + 64 * 5e-4, rel=1e-3)
+
+
+def test_the_fixed_part_of_a_sync_is_added_to_its_messages() -> None:
+    config, decoder = slow_layers()
+    before = step_time(config, decoder, PARALLEL, 1.5)
+    config.cluster.rates.sync_s = 0.25
+    after = step_time(config, decoder, PARALLEL, 1.5)
+    assert (before.sync, after.sync) == (1.5, 1.75)
+    assert after.step - before.step == pytest.approx(0.25)
+
+
+def test_launches_of_the_policy_slow_no_engine() -> None:
+    config, decoder = slow_layers()
+    before = step_time(config, decoder, PARALLEL, 0.0)
+    config.cluster.rates.layer_us *= 10
+    after = step_time(config, decoder, PARALLEL, 0.0)
+    assert after.generate == before.generate and after.train > before.train
 
 
 def test_calls_take_turns_at_the_workers() -> None:

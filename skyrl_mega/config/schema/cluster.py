@@ -41,12 +41,17 @@ class RatesConfig:
     """GB/s between a node's host memory and all GPUs of the node together; the default is about the stream rate of two
     sockets with DDR5."""
     layer_us: float = at_least(0, 100.0)
-    """Microseconds of kernel launches and small collectives per layer and forward pass, for the policy and for engines
-    with CUDA graphs; an eager engine takes at least 400."""
+    """Microseconds of kernel launches and small collectives per layer of the policy, for the forward pass of a
+    micro-batch."""
+    engine_layer_us: float = at_least(0, 100.0)
+    """Microseconds of kernel launches and small collectives per layer and step of an engine with CUDA graphs; an eager
+    engine takes at least 400."""
     engine_step_us: float = at_least(0, 0.0)
     """Microseconds of an engine's step outside the layers: scheduler, sampling, messages to the workers."""
     trajectory_us: float = at_least(0, 0.0)
     """Microseconds of the driver per trajectory, in which engines wait."""
+    sync_s: float = at_least(0, 0.0)
+    """Seconds of a weight sync besides its messages: engines pause, and load what has arrived."""
     disk_gb_s: float = at_least(0.001, 2.0)
     """GB/s at which all ranks of a node together write a checkpoint."""
     length_share: float = between(0.01, 1, 0.5)
