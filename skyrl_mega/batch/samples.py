@@ -137,6 +137,14 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
     return [b if isinstance(b, Sequences) else _read(b, stored, left_out) for b in batches]
 
 
+def read_local(batch: Samples | Sequences) -> Samples | Sequences:
+    """Returns the tokens of samples as `read_samples`, if this process holds all their trajectories; returns samples in
+    the object store, and sequences, unchanged. Sent to another process, a few arrays cost less than many samples."""
+    if isinstance(batch, Samples) and all(isinstance(part.ref, StoredTrajectory) for part in batch.parts):
+        return read_samples([batch])[0]
+    return batch
+
+
 def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor) -> None:
     """Adds columns to `sequences`, in place: each sequence's value is repeated for all tokens of the sequence. A column
     of the same name is replaced.

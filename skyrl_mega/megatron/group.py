@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
-from skyrl_mega.batch.samples import Samples
+from skyrl_mega.batch.samples import Samples, read_local
 from skyrl_mega.cluster.calls import PendingCall, Waiting
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.derived import micro_tokens
@@ -81,8 +81,8 @@ class TrainGroup:
 
     def hold(self, minis: Sequence[Samples | Sequences], silent: Sequence[Tensor] | None = None) -> None:
         """Splits the mini-batches of an RL step into micro-batches and sends the micro-batches to the ranks, which
-        store them in place of the previous step's. The ranks read the tokens of samples; the group keeps only the
-        lengths.
+        store them in place of the previous step's. The ranks read the tokens of samples in the object store; the group
+        keeps only the lengths.
 
         Args:
             minis: The mini-batches.
@@ -99,7 +99,7 @@ class TrainGroup:
         self._splits = [
             split_apart(mini, of_mini, self.parallel, tokens) for mini, of_mini in zip(minis, of_minis, strict=True)
         ]
-        self._send("hold", lambda mini, rows: minis[mini].take(rows))
+        self._send("hold", lambda mini, rows: read_local(minis[mini].take(rows)))
 
     def forward_only(self, mini: int) -> Tensor:
         """Returns the indices, int64, of the sequences of stored mini-batch `mini` (index in the latest `hold`) for

@@ -22,7 +22,7 @@ from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.batch.advantages import compute_advantages
 from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
-from skyrl_mega.batch.samples import read_samples
+from skyrl_mega.batch.samples import read_local, read_samples
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,
@@ -187,6 +187,21 @@ def test_a_rank_gets_its_rows_alone(characters_chat: Renderer, from_store: None)
     assert torch.equal(ours.tokens, other.tokens) and ours["routes"].any()
     (bare,) = read_samples([mini.with_weights_only()])
     assert {*bare.columns} == {"weights"} and torch.equal(bare["weights"], expected["weights"])
+
+
+def test_only_tokens_of_this_process_are_sent_to_ranks_as_arrays(characters_chat: Renderer, from_store: None) -> None:
+    groups, config = played(characters_chat, "talk").groups, settings("turns")
+    rows = torch.tensor([7, 0, 30, 4])
+    here, stored = (
+        mini_batches(make_batch(given, config.algorithm, config.rollout), None, config.algorithm)[0].take(rows)
+        for given in (groups, away(groups))
+    )
+    sent, (expected,) = read_local(here), read_samples([stored])
+    assert isinstance(sent, Sequences) and torch.equal(sent.tokens, expected.tokens)
+    assert {*sent.columns} == {*expected.columns}
+    assert all(torch.equal(sent[name], column.values) for name, column in expected.columns.items())
+    assert read_local(stored) is stored and read_local(sent) is sent
+    assert isinstance(read_local(here.take(rows[:0])), Sequences), "an empty micro-batch"
 
 
 def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_store: None, tmp_path: Path) -> None:
