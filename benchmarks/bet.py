@@ -1,8 +1,9 @@
 """Compares predicted seconds of an RL step with a real run on this CPU, phase by phase.
 
-    python -m benchmarks.bet --config configs/quickstart.yaml [--prompts 16 32 64] [--steps 6] [--output FILE.json]
+    python -m benchmarks.bet --config configs/quickstart.yaml [--prompts 16 32 48 64] [--steps 10] [--output FILE.json]
         [--rates FILE.json] [--set warmup.steps=200 …]
 
+- A supervised warm-up, if the recipe has one, is run once; all runs below begin with its weights.
 - Short runs with all sizes of `--prompts` (`data.prompts_per_step`) but the last measure this CPU's rates. `--rates`
   keeps the rates, a file for `cluster.rates_file`.
 - The dry run and the simulation predict a step of the last size. Lengths and the share of groups with a signal come
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ NEUTRAL = {
     "rates.memory_gb_s": 1e6,
     "rates.memory_share": 1.0,
     "rates.layer_us": 0.0,
+    "rates.engine_layer_us": 0.0,
     "rates.engine_step_us": 0.0,
     "rates.trajectory_us": 0.0,
+    "rates.sync_s": 0.0,
     "topology.fabric_gb_s": 1e6,
     "topology.nic_gb_s": 1e6,
 }
@@ -85,17 +88,34 @@ class Bet:
     steps: int
     folder: Path
 
+    def warmed_up(self) -> Bet:
+        """Runs the recipe's supervised warm-up and returns the same recipe with the weights after it, and without a
+        warm-up; returns this recipe if it has none."""
+        config = compose(ROOT / self.config, [*self.settings])
+        if not config.warmup.steps:
+            return self
+        self._launch("warm_up", ["run.steps=1", "policy.optimizer.lr=0", "checkpoint.export=true"])
+        start = [f"model.path={self.folder}/warm_up/model", "model.build=null", "warmup.steps=0"]
+        return replace(self, settings=(*self.settings, *start))
+
     def run(self, prompts: int) -> MeasuredRun:
         """Runs the recipe with a number of prompts per step."""
         name = f"prompts_{prompts}"
         size = [f"data.prompts_per_step={prompts}", "data.mini_batch_prompts=null", f"run.steps={self.steps + WARM}"]
-        where = [f"run.directory={self.folder}", f"run.name={name}", "telemetry.trajectories_every=1"]
+        self._launch(name, [*size, "telemetry.trajectories_every=1"])
+        measured = MeasuredRun(prompts, self.folder / name)
+        each = ", ".join(f"{phase} {measured.seconds(phase):.3f}" for phase in PHASES)
+        print(f"{prompts} prompts: {each} s", file=sys.stderr, flush=True)
+        return measured
+
+    def _launch(self, name: str, settings: Sequence[str]) -> None:
+        """Runs the recipe with further settings as the run `name` in `folder`, without evaluations and checkpoints."""
+        where = [f"run.directory={self.folder}", f"run.name={name}"]
         quiet = ["evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.trackers=[]"]
         command = [sys.executable, "-m", "skyrl_mega.launch", "--config", self.config]
-        ended = subprocess.run([*command, *self.settings, *size, *where, *quiet], cwd=ROOT, capture_output=True)
+        ended = subprocess.run([*command, *self.settings, *where, *quiet, *settings], cwd=ROOT, capture_output=True)
         if ended.returncode:
             sys.exit(f"{name} ended with {ended.returncode}:\n{ended.stdout.decode()}{ended.stderr.decode()}")
-        return MeasuredRun(prompts, self.folder / name)
 
     def settings_of(self, prompts: int, given: Mapping[str, float]) -> Config:
         """Returns the settings with a number of prompts per step and a file of rates."""
@@ -153,37 +173,30 @@ def fitted(costs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
 def measured_rates(bet: Bet, runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """Returns the rates with which the dry run gives the seconds of the runs.
 
-    Training decides `tflops` and `layer_us`; generation decides the cost of an engine's step and of a trajectory; the
-    sync decides the speed of the links.
+    Training decides `tflops` and `layer_us`, and generation the cost of an engine's step and of a trajectory. A sync
+    between processes of a machine takes the same time whatever the size of the step, so all of it is `sync_s`.
     """
 
     def seconds(run: MeasuredRun, phase: str, **changes: float) -> float:
         given = NEUTRAL | {f"rates.{name}": value for name, value in changes.items()}
         return float(bet.dry_run(run.prompts, run, given)["seconds"][phase])
 
-    train = [
-        (seconds(run, "train", tflops=1.0), seconds(run, "train", layer_us=1000.0), run.seconds("train"))
-        for run in runs
-    ]
-    per_flop, layers = fitted([row[:2] for row in train], [row[2] for row in train])
+    def costs(run: MeasuredRun, phase: str, units: Sequence[Mapping[str, float]], **known: float) -> list[float]:
+        """Returns what each of `units` adds to a phase, and the measured seconds not explained by `known`."""
+        base = seconds(run, phase, **known)
+        added = [seconds(run, phase, **{**known, **unit}) - base for unit in units]
+        return [*added, max(1e-3, run.seconds(phase) - base)]
+
+    def solved(phase: str, units: Sequence[Mapping[str, float]], **known: float) -> list[float]:
+        rows = [costs(run, phase, units, **known) for run in runs]
+        return fitted([row[:-1] for row in rows], [row[-1] for row in rows])
+
+    per_flop, layers = solved("train", [{"tflops": 1.0}, {"layer_us": 1000.0}])
     speed = {"tflops": 1 / per_flop if per_flop else 1e6, "layer_us": 1000.0 * layers}
-    left, costs = [], []
-    for run in runs:
-        base = seconds(run, "generate", **speed)
-        units = {"engine_step_us": 1000.0}, {"trajectory_us": 1000.0}
-        costs.append([seconds(run, "generate", **speed, **unit) - base for unit in units])
-        left.append(max(1e-3, run.seconds("generate") - base))
-    step, trajectory = fitted(costs, left)
+    step, trajectory = solved("generate", [{"engine_step_us": 1000.0}, {"trajectory_us": 1000.0}], **speed)
     found = {**speed, "engine_step_us": 1000.0 * step, "trajectory_us": 1000.0 * trajectory}
-    slow = NEUTRAL | {"topology.fabric_gb_s": 1.0, "topology.nic_gb_s": 1.0}
-    both = [bet.dry_run(runs[0].prompts, runs[0], given)["seconds"]["sync"] for given in (NEUTRAL, slow)]
-    sync = statistics.median(run.seconds("sync") for run in runs)
-    link = (both[1] - both[0]) / max(1e-3, sync - both[0])
-    return (
-        NEUTRAL
-        | {f"rates.{name}": value for name, value in found.items()}
-        | dict.fromkeys(("topology.fabric_gb_s", "topology.nic_gb_s"), max(1e-3, link))
-    )
+    found["sync_s"] = max(0.0, statistics.median(run.seconds("sync") - seconds(run, "sync") for run in runs))
+    return NEUTRAL | {f"rates.{name}": value for name, value in found.items()}
 
 
 def compared(bet: Bet, sizes: Sequence[int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -233,8 +246,8 @@ def main() -> None:
     """Measures, predicts, runs, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 32, 64], help="the last is predicted")
-    parser.add_argument("--steps", type=int, default=6, help=f"of each run, after {WARM} more")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 32, 48, 64], help="the last is predicted")
+    parser.add_argument("--steps", type=int, default=10, help=f"of each run, after {WARM} more")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rates", type=Path, metavar="FILE", help="keeps the measured rates")
@@ -242,7 +255,7 @@ def main() -> None:
     if len(args.prompts) < 3:
         parser.error("--prompts: two sizes are measured, and a third is predicted")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bet = Bet(args.config, tuple(args.set), args.steps, Path(folder))
+        bet = Bet(args.config, tuple(args.set), args.steps, Path(folder)).warmed_up()
         result, given = compared(bet, args.prompts)
     print(table(result))
     if args.rates:
