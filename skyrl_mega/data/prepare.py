@@ -6,44 +6,21 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from skyrl_mega.cluster.atomic_output import refuse_file
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import Parser, integer, path_of
 from skyrl_mega.data.write import is_ours, with_progress, write_rows
-from skyrl_mega.envs.addition import data as addition
-from skyrl_mega.envs.calculator import data as calculator
-from skyrl_mega.envs.gsm8k import data as gsm8k
-from skyrl_mega.envs.gsm8k_multi_turn import data as gsm8k_multi_turn
-from skyrl_mega.envs.gym import data as gym
-from skyrl_mega.envs.lcb import data as lcb
-from skyrl_mega.envs.math import data as math
-from skyrl_mega.envs.multiply import data as multiply
-from skyrl_mega.envs.python_tool import data as python_tool
-from skyrl_mega.envs.search import data as search
-from skyrl_mega.envs.swe import data as swe
-from skyrl_mega.envs.text2sql import data as text2sql
-from skyrl_mega.envs.tool_choice import data as tool_choice
-from skyrl_mega.envs.verifiers import data as verifiers
+from skyrl_mega.envs.registry import BUILT_IN
 
 RECIPES = {
-    "addition": addition,
-    "calculator": calculator,
-    "gsm8k": gsm8k,
-    "gsm8k_multi_turn": gsm8k_multi_turn,
-    "gym": gym,
-    "lcb": lcb,
-    "math": math,
-    "multiply": multiply,
-    "python": python_tool,
-    "search": search,
-    "swe": swe,
-    "text2sql": text2sql,
-    "tool_choice": tool_choice,
-    "verifiers": verifiers,
+    name: import_module(path.partition(".env:")[0] + ".data")
+    for name, path in BUILT_IN.items()
+    if name not in ("aime", "harness")
 }
-"""Name → module with `add_arguments(parser)` and `tables(args)`."""
+"""Built-in environment with rows of its own → module `data` beside it (`add_arguments(parser)` and `tables(args)`)."""
 
 
 def parser() -> argparse.ArgumentParser:
