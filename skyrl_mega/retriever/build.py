@@ -6,7 +6,9 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -14,7 +16,7 @@ from skyrl_mega.cluster.atomic_output import atomic_folder, refuse_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
-from skyrl_mega.retriever.index import METHODS, Recipe, embedder, read_recipe
+from skyrl_mega.retriever.index import Recipe, embedder, read_recipe
 
 CHUNK = 2048
 """Number of passages processed at a time."""
@@ -29,32 +31,21 @@ def build(
     corpus: Path,
     output: Path,
     *,
-    methods: tuple[str, ...] = METHODS,
-    model: str = MINILM,
-    query_prefix: str = "",
-    passage_prefix: str = "",
-    dtype: str = "float32",
-    faiss: str = "Flat",
-    limit: int | None = None,
     device: str = "auto",
     threads: int | None = None,
     say: Callable[[str], None] = print,
+    **chosen: Any,
 ) -> bool:
     """Writes the index of `corpus` to the folder `output`. Keeps an index with the same recipe and replaces any other.
 
     Args:
         corpus: `.jsonl` or `.parquet` with id, title and text.
         output: Output folder.
-        methods: `dense`, `bm25` or both; the first is the service's default.
-        model: Embedding model: a Hugging Face directory, or `minilm`.
-        query_prefix: Prefix of each query to embed.
-        passage_prefix: Prefix of each passage to embed.
-        dtype: Data type of the embedding model.
-        faiss: FAISS's description of the dense index.
-        limit: Maximum number of passages, from the beginning of the corpus; None takes all.
         device: Device of the embedding model: `auto`, `cpu` or `cuda`.
         threads: CPU threads of the embedding model; None keeps torch's default.
         say: Receives lines about the progress.
+        chosen: Fields of `Recipe` with other values than the defaults, such as `methods`; `corpus` and `form` are not
+            among them.
 
     Returns:
         True if the index was built now; False if it was up to date.
@@ -65,18 +56,16 @@ def build(
     """
     if not corpus.is_file():
         raise UserError("no such file", key="--corpus", value=corpus)
-    if "dense" in methods and model != MINILM:
-        model = str(model_folder(model).absolute())
-    recipe = Recipe(
-        fingerprint(corpus), methods, model, query_prefix, passage_prefix, dtype=dtype, faiss=faiss, limit=limit
-    )
+    recipe = Recipe(fingerprint(corpus), **chosen)
+    if "dense" in recipe.methods and recipe.model != MINILM:
+        recipe = replace(recipe, model=str(model_folder(recipe.model).absolute()))
     if _is_index_of(output, recipe):
         say(f"{output}: up to date")
         return False
     place = f"--output {output}"
     refuse_folder(output, place, _is_an_index)  # before loading the embedding model
     with atomic_folder(output, place, _is_an_index, last="index.json") as part:
-        embeds = embedder(recipe, device, threads) if "dense" in methods else None
+        embeds = embedder(recipe, device, threads) if "dense" in recipe.methods else None
         count = _write(read_passages(corpus), part, recipe, embeds, say)
         (part / "index.json").write_text(recipe.text(count), encoding="utf-8")
     return True

@@ -134,10 +134,9 @@ def _say(line: str) -> None:
 def _build(args: argparse.Namespace, say: Callable[[str], None] = _say) -> bool:
     from skyrl_mega.retriever.build import build
 
-    methods = tuple(dict.fromkeys(args.methods))
-    names = "model query_prefix passage_prefix dtype faiss limit device threads"
-    rest = {name: getattr(args, name) for name in names.split()}
-    return build(args.corpus, args.output, methods=methods, say=say, **rest)
+    names = "corpus output model query_prefix passage_prefix dtype faiss limit device threads"
+    given = {name: getattr(args, name) for name in names.split()}
+    return build(**given, methods=tuple(dict.fromkeys(args.methods)), say=say)
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ class Recipe:
     methods: tuple[str, ...] = METHODS
     """`dense`, `bm25` or both; the first is the service's default."""
     model: str = MINILM
-    """Embedding model of `dense`, for passages and queries."""
+    """Embedding model of `dense`, for passages and queries: a Hugging Face directory, or `minilm`."""
     query_prefix: str = ""
     """Text before each query."""
     passage_prefix: str = ""
@@ -51,7 +51,7 @@ class Recipe:
     faiss: str = "Flat"
     """FAISS's description of the dense index."""
     limit: int | None = None
-    """Maximum number of passages."""
+    """Maximum number of passages, from the beginning of the corpus; None takes all."""
     form: int = FORM
     """Version of the folder layout."""
 
