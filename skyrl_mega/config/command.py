@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from skyrl_mega.common.errors import UserError, UserErrors
-from skyrl_mega.common.safe_read import DISK_ERRORS, error_reason, is_unicode
+from skyrl_mega.common.safe_read import DISK_ERRORS, Malformed, error_reason, is_unicode, parse_json
 from skyrl_mega.common.terminal import one_line, printable
 from skyrl_mega.common.values import LONGEST_TEXT, Rule, shown
 from skyrl_mega.config.keys import keys
@@ -160,6 +160,21 @@ def path_of(text: str) -> Path:
     if not text or len(text) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
         raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is the path of a file or folder")
     return Path(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Converts an option's text to the JSON object in it; the argparse `type` of options that hold further options.
+
+    Raises:
+        ArgumentTypeError: The text is no JSON object.
+    """
+    try:
+        value = parse_json(text)
+    except Malformed:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is a JSON object")
+    return value
 
 
 def enter(directory: str) -> None:

@@ -6,12 +6,12 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.command import DONE, FAULT, Parser, integer, path_of, print_error
+from skyrl_mega.config.command import DONE, FAULT, Parser, integer, json_object, path_of, print_error
 from skyrl_mega.envs.containers.pool import ContainerPool
 from skyrl_mega.envs.containers.registry import RUNTIMES, make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     for command in (pull, check):
         command.add_argument("images", nargs="*", metavar="IMAGE", help="name of an image")
         command.add_argument("--runtime", choices=RUNTIMES, default="podman", help="runtime (default: %(default)s)")
-        command.add_argument("--options", default="{}", help="options of the runtime as JSON, as in session_options")
+        command.add_argument(
+            "--options", type=json_object, default={}, help="options of the runtime as JSON, as in session_options"
+        )
     return root
 
 
@@ -48,17 +50,14 @@ def run(arguments: Sequence[str]) -> int:
         SystemExit: After printing the help for `--help`.
     """
     chosen = parser().parse_args(arguments)
-    pool = make_pool(chosen.runtime, _options(chosen.options), "--options")
-    pool.check("--options")
+    pool = make_pool(chosen.runtime, chosen.options, "--options")
+    pool.runtime.check("--options")
     names = list(dict.fromkeys([*chosen.images, *(images_of(chosen.tasks) if getattr(chosen, "tasks", None) else ())]))
     if not names:
         raise UserError("no image is named", fix="name an image, or with --tasks a folder of tasks with images")
-
-    def work(image: str) -> str | None:
-        return _report(pool, image, chosen)
-
+    report = partial(_report, pool, command=chosen.command)
     with ThreadPoolExecutor(getattr(chosen, "at_once", 1)) as threads:
-        faults = [fault for fault in threads.map(work, names) if fault is not None]
+        faults = [fault for fault in threads.map(report, names) if fault is not None]
     for fault in faults:
         print_error(f"fault: {fault}")
     print(f"{len(names) - len(faults)} of {len(names)} images are on this machine")
@@ -80,12 +79,12 @@ def images_of(tasks: Path) -> Iterator[str]:
             yield image
 
 
-def _report(pool: ContainerPool, image: str, chosen: argparse.Namespace) -> str | None:
+def _report(pool: ContainerPool, image: str, *, command: str) -> str | None:
     """Pulls or checks an image and prints the time; returns the reason of a failure, or None."""
     start = time.monotonic()
     try:
         pool.pull(image)
-        if chosen.command == "check":
+        if command == "check":
             container = pool.runtime.start(image, COMMAND_S)
             try:
                 if (ran := container.run(["sh", "-c", ":"], COMMAND_S)).status != "ok":
@@ -96,10 +95,3 @@ def _report(pool: ContainerPool, image: str, chosen: argparse.Namespace) -> str 
         return str(error)
     print(f"{image}: {time.monotonic() - start:.1f} s", flush=True)
     return None
-
-
-def _options(text: str) -> Any:
-    try:
-        return safe_read.parse_json(text)
-    except safe_read.Malformed as error:
-        raise UserError(f"{error}; allowed is a JSON object", key="--options", value=text) from error

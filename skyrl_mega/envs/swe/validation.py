@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.common.safe_read import Malformed, parse_json
-from skyrl_mega.config.command import integer
+from skyrl_mega.config.command import integer, json_object
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.swe.env import SweEnv
@@ -39,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "podman or another session",
     )
     parser.add_argument(
-        "--session-options", type=_mapping, default={}, help="options of the session, such as '{\"memory_mib\": 8192}'"
+        "--session-options",
+        type=json_object,
+        default={},
+        help="options of the session, such as '{\"memory_mib\": 8192}'",
     )
     parser.add_argument("--test-timeout", type=integer(1, 86400), default=1800, help="seconds of a task's tests")
     parser.add_argument("--jobs", type=integer(1, 1024), default=1, help="tasks validated at once")
@@ -179,13 +181,3 @@ def _verdict(judge: Judge, changes: Files, seconds: float) -> TestVerdict:
     if verdict.ran.status == "timeout":
         raise TimeoutError(f"the tests took longer than {seconds:g} s: raise --test-timeout")
     return verdict
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = parse_json(text)
-    except Malformed:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('allowed is a JSON object, such as {"memory_mib": 8192}')
-    return value

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_mega.common.values import shown
-from skyrl_mega.config.command import ROWS, SIGN, integer
+from skyrl_mega.config.command import ROWS, integer, json_object
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.verifiers import env as verifiers
@@ -17,7 +16,7 @@ from skyrl_mega.envs.verifiers import env as verifiers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m skyrl_mega.data verifiers`."""
     parser.add_argument("--env", required=True, help="the environment's package, as in environment.options.verifiers")
-    parser.add_argument("--args", type=_mapping, default={}, help="its arguments as JSON, as in the run's options")
+    parser.add_argument("--args", type=json_object, default={}, help="its arguments as JSON, as in the run's options")
     parser.add_argument("--python", help="interpreter with verifiers and the environment installed (default: this one)")
     parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training rows at most (default: 1000)")
     parser.add_argument("--test", type=integer(0, ROWS), default=100, help="held-out rows at most (default: 100)")
@@ -47,18 +46,3 @@ def _rows(env: str, split: str, tasks: list[dict[str, Any]]) -> Iterator[dict[st
             ground_truth=None,
             extra_info={"split": split, "index": index, "env": env, "task": json.dumps(task["task"])},
         )
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    """Returns the object in a JSON text.
-
-    Raises:
-        ArgumentTypeError: The text is no JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{SIGN}{shown(text)}: allowed is a JSON object")
-    return value
