@@ -20,7 +20,7 @@ from skyrl_mega.envs.harness.program import (
     ANSWER,
     SCRIPTS,
     Program,
-    check_network,
+    check_box,
     find_program,
     read_answer,
     readable,
@@ -330,14 +330,11 @@ def check_ready(options: Mapping[str, Any], judge: AnswerJudge) -> None:
         InfrastructureFault: The sandbox, or the client of the containers, does not start.
     """
     if not in_container(options):
-        program = _sandbox_program(options)
-        if program.box.confined:
-            program.box.check(BOX)
-            check_network(program.box, BOX)
+        check_box(_sandbox_program(options).box, BOX)
         return
     _container_program(options)
     if options["container"] is not None:
-        _pool(options).check(f"{KEY}.container_options")
+        _pool(options).runtime.check(f"{KEY}.container_options")
 
 
 def _pool(options: Mapping[str, Any]) -> pool.ContainerPool:
@@ -369,13 +366,7 @@ def _sandbox_program(options: Mapping[str, Any]) -> Program:
             if not os.path.exists(path):
                 raise UserError("there is no such file", key=f"{KEY}.{name}", value=path, fix="correct the path")
     sandbox = Sandbox.from_options(options["sandbox"], BOX, LIMITS)
-    box = Sandbox(
-        limits=sandbox.limits,
-        without=sandbox.without,
-        read=readable(argv, options["read"]),
-        name=BOX,
-        confined=options["confined"],
-    )
+    box = replace(sandbox, read=readable(argv, options["read"]), confined=options["confined"])
     given = UNBUFFERED | values_of(options["variables"], f"{KEY}.variables")
     # A SIGKILL may be the policy's own, sent to have a bad answer discarded.
     return Program(tuple(argv), box, float(options["timeout_s"]), given, kill_is_fault=False)

@@ -118,15 +118,22 @@ def values_of(variables: Mapping[str, str | None], key: str) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def check_network(box: Sandbox, key: str) -> None:
-    """Checks that this machine can confine a program's network to the endpoint, by a trial. Checks nothing for plain
-    processes, or if the sandbox is to work without this confinement.
+def check_box(box: Sandbox, key: str) -> None:
+    """Checks that this machine can confine an agent's program, by trials: in the ways of `Sandbox.check`, and the
+    network to the endpoint, unless the sandbox is to work without this confinement. Checks nothing for plain processes.
+
+    Args:
+        box: Sandbox of the program.
+        key: Setting of the sandbox, for errors.
 
     Raises:
-        UserError: This machine has no network namespaces.
+        UserError: This machine lacks a confinement, such as network namespaces, or the limits are too small.
         InfrastructureFault: The sandbox does not start.
     """
-    if box.confined and "network" not in box.without:
+    if not box.confined:
+        return
+    box.check(key)
+    if "network" not in box.without:
         try:
             box.run([shutil.which("true") or "/bin/true"], serve=lambda listener: listener.close())
         except UserError as error:

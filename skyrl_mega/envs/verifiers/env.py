@@ -22,7 +22,7 @@ from skyrl_mega.envs.harness.program import (
     TASK,
     TASK_VARIABLE,
     Program,
-    check_network,
+    check_box,
     check_variables,
     find_program,
     readable,
@@ -106,14 +106,12 @@ class VerifiersEnv(AgentEnv):
             InfrastructureFault: The sandbox does not start.
         """
         program = _program(options, "check")
-        if program.box.confined:
-            program.box.check(BOX)
-            check_network(program.box, BOX)
+        check_box(program.box, BOX)
         result = program.box.run(
             program.argv,
             files={TASK: json.dumps(_order(options, 1))},
             environment={**program.environment, TASK_VARIABLE: Path(TASK)},
-            limits=_with_time(program, LOADING_S),
+            limits=replace(program.box.limits, wall_s=LOADING_S),
         )
         refuse_failure(_result(result), options)
 
@@ -122,7 +120,7 @@ class VerifiersEnv(AgentEnv):
         """Returns the reason why a row is no task of the environment; None for a task."""
         info = row.get("extra_info")
         task = info.get("task") if isinstance(info, Mapping) else None
-        if not isinstance(info, Mapping) or not isinstance(task, str) or not _is_object(task):
+        if not isinstance(info, Mapping) or not isinstance(task, str) or _json(task) is None:
             return (
                 f"column extra_info.task = {shown(task)}: allowed is a task as JSON; make the rows with python -m "
                 "skyrl_mega.data verifiers"
@@ -270,22 +268,12 @@ def _program(options: Mapping[str, Any], command: str) -> Program:
     python = find_program(options["python"] or os.path.abspath(sys.executable), confined, f"{KEY}.python")
     argv = [python, str(RUNNER), command]
     sandbox = Sandbox.from_options(options["sandbox"], BOX, LIMITS)
-    box = Sandbox(
-        limits=sandbox.limits,
-        without=sandbox.without,
-        read=readable(argv, options["read"]),
-        name=BOX,
-        confined=confined,
-    )
+    box = replace(sandbox, read=readable(argv, options["read"]), confined=confined)
     path = (variables.inside() if confined else variables.of_this_user()).get("PATH", os.defpath)
     given = values_of(options["variables"], f"{KEY}.variables")
     environment = {f"{OWN}{name}": value for name, value in given.items()}
     environment["PATH"] = f"{os.path.dirname(python)}:{path}"
     return Program(tuple(argv), box, float(options["timeout_s"]) + float(options["scoring_s"]), environment)
-
-
-def _with_time(program: Program, wall_s: float) -> CommandLimits:
-    return replace(program.box.limits, wall_s=wall_s)
 
 
 def _result(ran: SandboxResult) -> dict[str, Any]:
@@ -313,7 +301,3 @@ def _json(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _is_object(text: str) -> bool:
-    return _json(text) is not None
