@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -18,13 +17,11 @@ from typing import Any, ClassVar
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import owner, sif
 from skyrl_mega.envs.containers.inside import KILL_ALL
-from skyrl_mega.envs.containers.program import client_variables, run_program
+from skyrl_mega.envs.containers.program import COMMAND_S, Client, client_variables, refuse_missing
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, switch, text, texts, whole
 
-COMMAND_S = 60.0
-"""Time limit in seconds of a command of the client that does little."""
 FAILED = 255
 """Exit code of the client after its own failure."""
 FATAL = re.compile(rb"^(?:\x1b\[[0-9;]*m)?FATAL:", re.MULTILINE)
@@ -58,7 +55,7 @@ class Apptainer:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = filled("apptainer", options, self.OPTIONS)
-        self.client = [self.options["program"]]
+        self.client = Client((self.options["program"],))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
@@ -92,15 +89,11 @@ class Apptainer:
                 systemd.
             InfrastructureFault: The client cannot be started.
         """
-        if shutil.which(self.client[0]) is None:
-            raise UserError(
-                f"there is no program {self.client[0]} on this machine",
-                key=f"{key}.program",
-                fix="install apptainer on every node that runs environments, or give the program's path",
-            )
-        ran = self.command(["--version"])
+        fix = "install apptainer on every node that runs environments, or give the program's path"
+        refuse_missing(self.client.words[0], f"{key}.program", fix)
+        ran = self.client.command(["--version"])
         if ran.status != "ok":
-            raise UserError(f"`{self.client[0]} --version` fails: {ran.last_line()}", key=f"{key}.program")
+            raise UserError(f"`{self.client.words[0]} --version` fails: {ran.last_line()}", key=f"{key}.program")
         for name in ("folder", *(["scratch"] if self.options["disk_mib"] else [])):
             place = self.options[name]
             if place is not None and not os.access(place, os.W_OK | os.X_OK):
@@ -124,7 +117,7 @@ class Apptainer:
         """
 
         def pull(file: Path, address: str, seconds: float) -> CommandOutput:
-            return self.command(["pull", "--force", str(file), address], seconds)
+            return self.client.command(["pull", "--force", str(file), address], seconds)
 
         sif.make_available(image, sif.path_of(image, self.options["folder"]), pull, timeout_s)
 
@@ -138,23 +131,20 @@ class Apptainer:
         """
         deadline = time.monotonic() + timeout_s
         names = f"{owner.PREFIX}-{owner.owner()}-"
-        client = shlex.join(self.client)
+        client = shlex.join(self.client.words)
         # the table of instances has a line of titles
         listing = f"table=$({client} instance list '{names}*') || exit 1; echo \"$table\" | sed 1d | cut -d ' ' -f 1"
         owner.guard(["sh", "-c", listing], ["sh", "-c", f"for name; do {self._stop('$name')}; done", "stop"])
         container = ApptainerContainer(self, names + secrets.token_hex(6))
-        ready = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(container.remove, COMMAND_S)
             ran = self._start(container.name, sif.path_of(image, self.options["folder"]), timeout_s)
             if ran.status == "ok":
                 ran = container.execute(["true"], max(1.0, deadline - time.monotonic()))
             if ran.status != "ok":
                 raise InfrastructureFault(f"no instance of {image} starts: {ran.last_line()}")
             container.limit_lifetime()
-            ready = True
-        finally:
-            if not ready:
-                container.remove(COMMAND_S)
+            undo.pop_all()
         return container
 
     def _start(self, name: str, file: Path, timeout_s: float) -> CommandOutput:
@@ -165,13 +155,15 @@ class Apptainer:
         words += [f"{argument}={chosen[key]}{unit}" for key, (argument, unit) in LIMITS.items() if chosen[key]]
         if chosen["disk_mib"]:
             disk = ["overlay", "create", f"--size={chosen['disk_mib']}", "--sparse"]
-            ran = self.command([*disk, *(["--fakeroot"] if chosen["fakeroot"] else []), self.disk(name)], timeout_s)
+            ran = self.client.command(
+                [*disk, *(["--fakeroot"] if chosen["fakeroot"] else []), self.disk(name)], timeout_s
+            )
             if ran.status != "ok":
                 return ran
             words.append(f"--overlay={self.disk(name)}")
         else:
             words.append("--writable-tmpfs")
-        return self.command(["instance", "start", *words, *chosen["arguments"], str(file), name], timeout_s)
+        return self.client.command(["instance", "start", *words, *chosen["arguments"], str(file), name], timeout_s)
 
     def disk(self, name: str) -> str:
         """Returns the path, below `scratch`, of the file with the own files of the instance `name`; used with
@@ -181,25 +173,12 @@ class Apptainer:
     def _stop(self, name: str) -> str:
         """Returns a shell command that stops an instance and removes its files; `name` may be a variable."""
         disk = f'; rm -f "{self.disk(name)}"' if self.options["disk_mib"] else ""
-        return f'{shlex.join(self.client)} instance stop --signal=KILL --timeout=10 "{name}"{disk}'
+        return f'{shlex.join(self.client.words)} instance stop --signal=KILL --timeout=10 "{name}"{disk}'
 
     def stop_words(self, name: str) -> list[str]:
         """Returns program and arguments of a command that kills the instance `name`, and removes the file `disk` of the
         instance."""
         return ["sh", "-c", self._stop(name)]
-
-    def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
-
-        Args:
-            words: The subcommand and its arguments.
-            timeout_s: Time limit in seconds.
-            limits: Further arguments of `run_program`.
-
-        Raises:
-            InfrastructureFault: The client cannot be started.
-        """
-        return run_program([*self.client, *words], timeout_s, **limits)
 
 
 class ApptainerContainer:
@@ -245,7 +224,7 @@ class ApptainerContainer:
         elif ran.exit == FAILED and FATAL.search(ran.stderr):
             self._refuse_ended(ran)
         elif ran.exit is None:
-            raise InfrastructureFault(f"{self.runtime.client[0]} was killed")
+            raise InfrastructureFault(f"{self.runtime.client.words[0]} was killed")
         return ran
 
     def end_processes(self, timeout_s: float) -> None:
@@ -271,7 +250,7 @@ class ApptainerContainer:
                 os.killpg(self._timer.pid, signal.SIGKILL)
             self._timer.wait()
             self._timer = None
-        ran = self.runtime.command(["instance", "stop", "--signal=KILL", "--timeout=10", self.name], timeout_s)
+        ran = self.runtime.client.command(["instance", "stop", "--signal=KILL", "--timeout=10", self.name], timeout_s)
         if self.runtime.options["disk_mib"]:
             Path(self.runtime.disk(self.name)).unlink(missing_ok=True)
         if ran.status != "ok" and b"no instance found" not in ran.stderr:
@@ -291,7 +270,9 @@ class ApptainerContainer:
         Raises:
             InfrastructureFault: The client cannot be started.
         """
-        return self.runtime.command(["exec", "--cleanenv", f"instance://{self.name}", *words], timeout_s, **limits)
+        return self.runtime.client.command(
+            ["exec", "--cleanenv", f"instance://{self.name}", *words], timeout_s, **limits
+        )
 
     def limit_lifetime(self) -> None:
         """Starts a process that stops the instance after `lifetime_s`, also if this process and the reaper are dead."""
@@ -304,6 +285,6 @@ class ApptainerContainer:
 
     def _refuse_ended(self, ran: CommandOutput) -> None:
         """Raises InfrastructureFault if the instance has ended."""
-        listed = self.runtime.command(["instance", "list", self.name])
+        listed = self.runtime.client.command(["instance", "list", self.name])
         if listed.status != "ok" or self.name.encode() not in listed.stdout:
             raise InfrastructureFault(f"the instance {self.name} is lost: {ran.last_line()}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.limits import CONTAINER_LIFETIME_S
 from skyrl_mega.envs.containers import images, owner
-from skyrl_mega.envs.containers.docker_container import COMMAND_S, Client, CommandLineContainer
-from skyrl_mega.envs.containers.program import client_variables
+from skyrl_mega.envs.containers.docker_container import CommandLineContainer, DockerClient
+from skyrl_mega.envs.containers.program import COMMAND_S, client_variables, refuse_missing
 from skyrl_mega.envs.containers.removal import start_removal
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -66,7 +66,7 @@ class CommandLineRuntime:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = filled(self.PROGRAM, options, self.OPTIONS)
         program = self.options["program"] or self.PROGRAM
-        self.client = Client((program, *self.options["global_arguments"]), self.options["user"])
+        self.client = DockerClient((program, *self.options["global_arguments"]), self.options["user"])
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
@@ -92,12 +92,8 @@ class CommandLineRuntime:
             UserError: The client is missing, does not answer, or cannot limit the resources of containers here.
             InfrastructureFault: The client cannot be started.
         """
-        if shutil.which(self.client.words[0]) is None:
-            raise UserError(
-                f"there is no program {self.client.words[0]}",
-                key=f"{key}.program",
-                fix=f"install {self.PROGRAM}, or give the path of the program",
-            )
+        fix = f"install {self.PROGRAM}, or give the path of the program"
+        refuse_missing(self.client.words[0], f"{key}.program", fix)
         ran = self.client.command(["info", "--format", "{{json .}}"])
         try:
             facts = json.loads(ran.stdout) if ran.status == "ok" else None
@@ -188,20 +184,17 @@ class CommandLineRuntime:
         self._guard()
         name = f"{owner.PREFIX}-{owner.owner()}-{secrets.token_hex(4)}"
         container = CommandLineContainer(self.client, name, float(self.options["lifetime_s"]))
-        ready = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: start_removal(container).join(COMMAND_S))
             ran = self.client.command(
                 ["run", *self._arguments(container.name), "--entrypoint", "sh", image, *self._process_1()], timeout_s
             )
             if ran.status == "ok":
                 words = [*self.client.exec_words(), container.name, "sh", "-c", "date +%s && sleep 0"]
                 ran = self.client.command(words, max(1.0, deadline - time.monotonic()))
-            ready = ran.status == "ok"
-        finally:
-            if not ready:
-                start_removal(container).join(COMMAND_S)
-        if not ready:
-            raise InfrastructureFault(f"no container of {image} starts: {ran.last_line()}")
+            if ran.status != "ok":
+                raise InfrastructureFault(f"no container of {image} starts: {ran.last_line()}")
+            undo.pop_all()
         return container
 
     def _guard(self) -> None:

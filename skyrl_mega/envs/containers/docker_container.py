@@ -8,16 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from skyrl_mega.common.secret_names import names_secret
 from skyrl_mega.envs.containers.memory_kills import memory_kills, others_caused
-from skyrl_mega.envs.containers.program import run_program
+from skyrl_mega.envs.containers.program import COMMAND_S, Client
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 
-COMMAND_S = 60.0
-"""Time limit in seconds for a command of the client that does little: listing, inspection, a signal."""
 SIGKILLED = 137
 """Exit code of a container, or of a command in a container, that was ended by SIGKILL."""
 ERROR = re.compile(rb"^Error: |^OCI runtime", re.M)
@@ -32,7 +29,7 @@ LONGEST_ARGUMENTS = 120_000
 
 
 @dataclass(frozen=True)
-class Client:
+class DockerClient(Client):
     """The command line of podman or docker.
 
     Args:
@@ -40,21 +37,7 @@ class Client:
         user: User of commands in containers; None for the image's user.
     """
 
-    words: tuple[str, ...]
     user: str | None = None
-
-    def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
-
-        Args:
-            words: The subcommand and its arguments.
-            timeout_s: Time limit in seconds.
-            limits: Further arguments of `run_program`.
-
-        Raises:
-            InfrastructureFault: The client cannot be started.
-        """
-        return run_program([*self.words, *words], timeout_s, **limits)
 
     def exec_words(self, user: str | None = None) -> list[str]:
         """Returns the words of `exec` before the container's name.
@@ -81,7 +64,7 @@ class CommandLineContainer:
         lifetime_s: Seconds from now after which the container ends by itself.
     """
 
-    def __init__(self, client: Client, name: str, lifetime_s: float) -> None:
+    def __init__(self, client: DockerClient, name: str, lifetime_s: float) -> None:
         self.client, self.name = client, name
         self._lifetime_over = time.monotonic() + lifetime_s
         self._memory_kills = memory_kills()

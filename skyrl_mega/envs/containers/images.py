@@ -11,21 +11,19 @@ Notes on the pulled images lie in a folder of this user on this machine:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers.pool import TurnQueue
+from skyrl_mega.envs.containers.pulls import locked, missing_image, reports
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 
@@ -39,8 +37,6 @@ PAUSES_S = (2.0, 10.0)
 """Seconds before the second and the third try."""
 IDLE_S = 600.0
 """Seconds without a use before an image may be removed: a pulled image is about to be used."""
-REPORT_AFTER_S, REPORT_EVERY_S = 3.0, 10.0
-"""Seconds until the first line about a running pull, and between two lines."""
 MISSING = re.compile(
     rb"manifest unknown|not found|does not exist|no such image|name unknown|not known to registry|invalid reference"
     rb"|access denied|unauthorized|authentication required|did not resolve to an alias",
@@ -90,12 +86,12 @@ def make_available(store: ImageStore, image: str, timeout_s: float, most_bytes: 
         os.utime(note)  # before the look at the image: from here on, nobody removes it
     if store.image_facts(image) is not None:
         return
-    with _locked(note.with_suffix(".lock"), deadline, image):
+    with locked(note.with_suffix(".lock"), deadline, f"the pull of {image}"):
         if store.image_facts(image) is not None:
             return
         _pulls.take(timeout_s)
         try:
-            with _reports(f"pulling {image}"):
+            with reports(f"pulling {image}"):
                 _pull(store, image, deadline)
         finally:
             _pulls.give_back()
@@ -119,7 +115,7 @@ def make_room(store: ImageStore, most_bytes: int) -> None:
         InfrastructureFault: Another process holds the notes for a minute, or the runtime does not work.
     """
     folder = _folder(store)
-    with _locked(folder / "room.lock", time.monotonic() + 60.0, "the notes of images"):
+    with locked(folder / "room.lock", time.monotonic() + 60.0, "the removal of images"):
         pulled = []
         for note in folder.glob("*.json"):
             image, number = _read(note)
@@ -148,16 +144,11 @@ def _pull(store: ImageStore, image: str, deadline: float) -> None:
         ran = store.pull_image(image, max(1.0, deadline - time.monotonic()))
         if ran.status == "ok":
             return
-        reason = (ran.stderr.decode(errors="replace").strip().splitlines() or [ran.status])[-1][-500:]
         if MISSING.search(ran.stderr):
-            raise UserError(
-                f"the image cannot be pulled: {reason}",
-                key="image",
-                value=image,
-                fix="give the name of an existing image with its registry, and log in to the registry on this machine",
-            )
+            raise missing_image(image, ran.last_line())
         if number + 1 == TRIES or time.monotonic() + PAUSES_S[number] >= deadline:
-            raise InfrastructureFault(f"the image {image} cannot be pulled after {number + 1} tries: {reason}")
+            tries = f"{number + 1} tries"
+            raise InfrastructureFault(f"the image {image} cannot be pulled after {tries}: {ran.last_line()}")
         time.sleep(PAUSES_S[number])
 
 
@@ -183,48 +174,6 @@ def _read(note: Path) -> tuple[str, str]:
         return str(facts["image"]), str(facts["id"])
     except (OSError, ValueError, KeyError, TypeError):  # half written when its process was killed
         return "", ""
-
-
-@contextlib.contextmanager
-def _locked(path: Path, deadline: float, what: str) -> Iterator[None]:
-    """Holds a lock of this machine during the `with` block.
-
-    Raises:
-        InfrastructureFault: Another process still holds the lock at the deadline.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with _reports(f"waiting for another process that pulls {what}"):
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise InfrastructureFault(f"another process did not finish in time: {what}") from None
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _reports(text: str) -> Iterator[None]:
-    """Prints a line about a slow block to standard error, again and again until the block ends."""
-    ended, start = threading.Event(), time.monotonic()
-
-    def report() -> None:
-        wait_s = REPORT_AFTER_S
-        while not ended.wait(wait_s):
-            print(f"containers: {text}, {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
-            wait_s = REPORT_EVERY_S
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 _pulls = TurnQueue(PULLS_AT_ONCE)

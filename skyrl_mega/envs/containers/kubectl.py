@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,13 +15,11 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed, parse_json
 from skyrl_mega.envs.containers import owner, pod
 from skyrl_mega.envs.containers.inside import KILL_ALL, BrokenReply, RemoteCall
-from skyrl_mega.envs.containers.program import run_program
+from skyrl_mega.envs.containers.program import COMMAND_S, Client, refuse_missing
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, choice, filled, mapping, number, text, texts, whole
 
-COMMAND_S = 60.0
-"""Time limit in seconds of a request to the cluster."""
 GRACE_S = 30.0
 """Seconds for start and reply of a command, beside the command's own time."""
 WAIT_S = 10
@@ -68,8 +66,8 @@ class Kubectl:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = filled("kubectl", options, self.OPTIONS)
         space = self.options["namespace"]
-        self.client = [self.options["program"], *self.options["global_arguments"]]
-        self.client += [f"--namespace={space}"] if space else []
+        named = [f"--namespace={space}"] if space else []
+        self.client = Client((self.options["program"], *self.options["global_arguments"], *named))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], key: str) -> None:
@@ -96,25 +94,22 @@ class Kubectl:
                 cannot be created.
             InfrastructureFault: The client cannot be started.
         """
-        if shutil.which(self.client[0]) is None:
-            raise UserError(
-                f"there is no program {self.client[0]} on this machine", key=f"{key}.program", fix="install kubectl"
-            )
+        refuse_missing(self.client.words[0], f"{key}.program", "install kubectl")
         for verb, resource, subresource in RIGHTS:
             words = ["auth", "can-i", verb, resource, *([f"--subresource={subresource}"] if subresource else [])]
-            ran = self.command(words)
+            ran = self.client.command(words)
             if ran.stdout.strip() == b"yes":
                 continue
             named = "/".join(filter(None, (resource, subresource)))
             if ran.stdout.strip() == b"no":
                 raise UserError(
-                    f"the user of {self.client[0]} may not {verb} {named}",
+                    f"the user of {self.client.words[0]} may not {verb} {named}",
                     key=key,
                     fix=f"give a role with the verb {verb} of {named} in this namespace",
                 )
-            raise UserError(f"`{' '.join([*self.client, *words])}` fails: {ran.last_line()}", key=key)
+            raise UserError(f"`{' '.join([*self.client.words, *words])}` fails: {ran.last_line()}", key=key)
         if self.options["network"] == "none":
-            ran = self.command(["apply", "--filename=-"], stdin=json.dumps(pod.no_network()).encode())
+            ran = self.client.command(["apply", "--filename=-"], stdin=json.dumps(pod.no_network()).encode())
             if ran.status != "ok":
                 raise UserError(
                     f"the network policy {pod.NO_NETWORK} cannot be made: {ran.last_line()}",
@@ -136,20 +131,17 @@ class Kubectl:
         """
         deadline = time.monotonic() + timeout_s
         listing = ["get", "pods", f"--selector={owner.LABEL}={owner.owner()}", "--output=name"]
-        owner.guard([*self.client, *listing], [*self.client, *DELETE])
+        owner.guard([*self.client.words, *listing], [*self.client.words, *DELETE])
         container = KubectlContainer(self, f"{owner.PREFIX}-{secrets.token_hex(8)}")
         labels = {owner.LABEL: owner.owner(), f"{owner.PREFIX}.host": owner.host()}
-        ready = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(container.remove, COMMAND_S)
             asked = json.dumps(pod.manifest(container.name, image, self.options, labels)).encode()
-            ran = self.command(["create", "--filename=-"], min(COMMAND_S, timeout_s), stdin=asked)
+            ran = self.client.command(["create", "--filename=-"], min(COMMAND_S, timeout_s), stdin=asked)
             if ran.status != "ok":
                 raise InfrastructureFault(f"no pod of {image} can be created: {ran.last_line()}")
             self._wait(container.name, image, deadline)
-            ready = True
-        finally:
-            if not ready:
-                container.remove(COMMAND_S)
+            undo.pop_all()
         return container
 
     def _wait(self, name: str, image: str, deadline: float) -> None:
@@ -157,7 +149,7 @@ class Kubectl:
         while True:
             left = deadline - time.monotonic()
             words = ["wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={max(1, min(WAIT_S, int(left)))}s"]
-            if self.command(words).status == "ok":
+            if self.client.command(words).status == "ok":
                 return
             reason, hopeless = pod.waiting_reason(self.pod(name))
             if hopeless or time.monotonic() >= deadline:
@@ -172,26 +164,13 @@ class Kubectl:
         Raises:
             InfrastructureFault: There is no such pod, or the cluster does not answer.
         """
-        ran = self.command(["get", "pod", name, "--output=json"])
+        ran = self.client.command(["get", "pod", name, "--output=json"])
         if ran.status != "ok":
             raise InfrastructureFault(f"the pod {name} is gone: {ran.last_line()}")
         try:
             return parse_json(ran.stdout)
         except Malformed as error:
             raise InfrastructureFault(f"the pod {name}: kubectl printed no JSON: {error}") from error
-
-    def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
-        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
-
-        Args:
-            words: The subcommand and its arguments.
-            timeout_s: Time limit in seconds.
-            limits: Further arguments of `run_program`.
-
-        Raises:
-            InfrastructureFault: The client cannot be started.
-        """
-        return run_program([*self.client, *words], timeout_s, **limits)
 
 
 class KubectlContainer:
@@ -273,14 +252,14 @@ class KubectlContainer:
         Raises:
             InfrastructureFault: The cluster does not answer in `timeout_s` seconds, or refuses.
         """
-        ran = self.runtime.command([*DELETE, f"pod/{self.name}"], timeout_s)
+        ran = self.runtime.client.command([*DELETE, f"pod/{self.name}"], timeout_s)
         if ran.status != "ok":
             raise InfrastructureFault(f"the pod {self.name} cannot be deleted: {ran.last_line()}")
 
     def _exec(self, words: Sequence[str], timeout_s: float, **limits: Any) -> CommandOutput:
         stdin = ["--stdin"] if limits.get("stdin") else []
         command = ["exec", *stdin, "--pod-running-timeout=5s", self.name, f"--container={pod.CONTAINER}"]
-        return self.runtime.command([*command, "--", *words], timeout_s, **limits)
+        return self.runtime.client.command([*command, "--", *words], timeout_s, **limits)
 
     def _explain(self, ran: CommandOutput) -> CommandOutput:
         """Returns the result of a command that gave no reply, if the policy is the cause.

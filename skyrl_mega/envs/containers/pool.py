@@ -101,17 +101,8 @@ class ContainerPool:
     """
 
     def __init__(self, runtime: Runtime, name: str, limit: int, lifetime_s: float, pull_timeout_s: float) -> None:
-        self.runtime, self._patience_s, self._pull_timeout_s = runtime, lifetime_s + MARGIN_S, pull_timeout_s
-        self._slots = _slots.setdefault((os.getpid(), name, limit), TurnQueue(limit))
-
-    def check(self, key: str) -> None:
-        """Checks that the runtime works on this machine.
-
-        Raises:
-            UserError: The runtime does not work here; the error names `key`, the setting that contains the options.
-            InfrastructureFault: The runtime's client cannot be started.
-        """
-        self.runtime.check(key)
+        self.runtime, self.patience_s, self._pull_timeout_s = runtime, lifetime_s + MARGIN_S, pull_timeout_s
+        self.slots = _slots.setdefault((os.getpid(), name, limit), TurnQueue(limit))
 
     def pull(self, image: str) -> None:
         """Makes the image available within `pull_timeout_s`, and returns at once if it is. The time does not count as
@@ -127,19 +118,6 @@ class ContainerPool:
     def place(self) -> ContainerPlace:
         """Returns a place for the containers of a trajectory, one after the other. No wait yet."""
         return ContainerPlace(self)
-
-    def take(self) -> None:
-        """Waits until one more container may start. `give_back` must follow.
-
-        Raises:
-            InfrastructureFault: No container has ended for more than a lifetime, or the run gave up on the step.
-        """
-        self._slots.take(self._patience_s)
-
-    def give_back(self) -> None:
-        """Gives a place taken by `take` back, so that the next container may start. Removes no container: the caller
-        has removed its own before."""
-        self._slots.give_back()
 
 
 class ContainerPlace:
@@ -169,7 +147,7 @@ class ContainerPlace:
             InfrastructureFault: No place becomes free, the pull fails or is late, or the container does not start.
         """
         if not self._taken:
-            self._pool.take()
+            self._pool.slots.take(self._pool.patience_s)
             self._taken = True
         self._pool.pull(image)
         return self._pool.runtime.start(image, timeout_s)
@@ -191,12 +169,12 @@ class ContainerPlace:
         if any(removal.is_alive() for removal in removals):
             threading.Thread(target=self._give_back_after, args=(removals,), daemon=True).start()
         else:
-            self._pool.give_back()
+            self._pool.slots.give_back()
 
     def _give_back_after(self, removals: list[threading.Thread]) -> None:
         for removal in removals:
             removal.join()
-        self._pool.give_back()
+        self._pool.slots.give_back()
 
 
 _slots: dict[tuple[int, str, int], TurnQueue] = {}

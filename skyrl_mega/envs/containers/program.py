@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs import event_loop
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -29,6 +33,8 @@ KEPT = (
 )
 """Environment variables of this process that a client of a container runtime may read. Keys of other services, such as
 trackers, are not among them."""
+COMMAND_S = 60.0
+"""Time limit in seconds for a command of a client that does little: listing, inspection, a signal."""
 AFTER_EXIT_S = 0.5
 """Seconds for the rest of the output after the program's end. A background process may hold the pipes for longer."""
 
@@ -37,6 +43,40 @@ def client_variables() -> dict[str, str]:
     """Returns the environment variables for a client of a container runtime: the variables of this process in
     `KEPT`."""
     return {name: value for name, value in os.environ.items() if name in KEPT}
+
+
+def refuse_missing(program: str, key: str, fix: str) -> None:
+    """Checks that a program, a path or a name in `PATH`, exists on this machine.
+
+    Raises:
+        UserError: There is no such program; the error has `key`, the setting with the program, and `fix`.
+    """
+    if shutil.which(program) is None:
+        raise UserError(f"there is no program {program} on this machine", key=key, fix=fix)
+
+
+@dataclass(frozen=True)
+class Client:
+    """The command line of a container runtime.
+
+    Args:
+        words: The program and the arguments before a subcommand.
+    """
+
+    words: tuple[str, ...]
+
+    def command(self, words: Sequence[str], timeout_s: float = COMMAND_S, **limits: Any) -> CommandOutput:
+        """Runs the client with a subcommand, and returns status and output. A failed or late client raises nothing.
+
+        Args:
+            words: The subcommand and its arguments.
+            timeout_s: Time limit in seconds.
+            limits: Further arguments of `run_program`.
+
+        Raises:
+            InfrastructureFault: The client cannot be started.
+        """
+        return run_program([*self.words, *words], timeout_s, **limits)
 
 
 def run_program(

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import owner
+from skyrl_mega.envs.containers.pulls import locked, missing_image
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
 
 MISSING = re.compile(rb"not found|manifest unknown|does not exist|unauthorized|denied|invalid reference", re.IGNORECASE)
 """Causes of a failed pull that another try does not change."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system without locks."""
 PART = ".part"
 """Ending of a file during its pull."""
 
@@ -66,7 +62,8 @@ def make_available(image: str, file: Path, pull: Callable[[Path, str, float], Co
         raise UserError("there is no such file", key="image", value=image, fix="correct the path, on every node")
     deadline = time.monotonic() + timeout_s
     try:
-        with _locked(file.with_suffix(".lock"), deadline, image) as alone:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.with_suffix(".lock"), deadline, f"the pull of {image}") as alone:
             if file.is_file():
                 return
             if alone:  # parts of killed pulls
@@ -87,39 +84,5 @@ def _pull(image: str, file: Path, pull: Callable[[Path, str, float], CommandOutp
     finally:
         part.unlink(missing_ok=True)
     if MISSING.search(ran.stderr):
-        raise UserError(
-            f"the image cannot be pulled: {ran.last_line()}",
-            key="image",
-            value=image,
-            fix="give the name of an existing image with its registry, and log in to the registry on this machine",
-        )
+        raise missing_image(image, ran.last_line())
     raise InfrastructureFault(f"the image {image} cannot be pulled: {ran.last_line()}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path, deadline: float, image: str) -> Iterator[bool]:
-    """Holds a lock during the `with` block; yields False on a file system without locks.
-
-    Raises:
-        InfrastructureFault: Another process still holds the lock at the deadline.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise InfrastructureFault(f"another process did not finish the pull of {image} in time") from None
-                time.sleep(0.5)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                locked = False
-                break
-        yield locked
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ import base64
 import logging
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers.inside import CLEAN, FIRST, PIECE, READ, BrokenReply, RemoteCall, decoded
+from skyrl_mega.envs.containers.program import refuse_missing
 from skyrl_mega.envs.containers.rex_client import CommandLate, CommandRefused, RexClient
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.containers.starter import StarterProgram
@@ -70,12 +70,7 @@ class SweRexRuntime:
     def check(self, key: str) -> None:
         """Raises UserError if the program does not exist on this machine; starts nothing. `key` is the setting that
         contains the options."""
-        if shutil.which(self.words[0]) is None:
-            raise UserError(
-                f"there is no program {self.words[0]} on this machine",
-                key=f"{key}.command",
-                fix="give the program's absolute path, on every node",
-            )
+        refuse_missing(self.words[0], f"{key}.command", "give the program's absolute path, on every node")
 
     def pull(self, image: str, timeout_s: float) -> None:
         """Does nothing: the user's program makes the image available."""

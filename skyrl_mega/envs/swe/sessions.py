@@ -128,7 +128,7 @@ def check_machine(options: Mapping[str, Any]) -> None:
         InfrastructureFault: The sandbox, or the client of the containers, does not start.
     """
     if options["session"] in RUNTIMES:
-        make_pool(options["session"], container_options(options)[1], BOX).check(BOX)
+        make_pool(options["session"], container_options(options)[1], BOX).runtime.check(BOX)
     elif session_class(options["session"]) is LocalSession:
         Sandbox.from_options(options["session_options"], BOX).check(BOX)
 

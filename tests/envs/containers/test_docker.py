@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers import docker_container, memory_kills
+from skyrl_mega.envs.containers import docker_container, memory_kills, program
 from skyrl_mega.envs.containers.docker import Docker, Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
@@ -108,8 +108,8 @@ def test_the_second_run_of_a_command_has_the_remaining_time(
         limits.append(timeout_s)
         return original(argv, timeout_s, **options)
 
-    original = docker_container.run_program
-    monkeypatch.setattr(docker_container, "run_program", run_program)
+    original = program.run_program
+    monkeypatch.setattr(program, "run_program", run_program)
     assert container.run(["true"], 300).status == "ok"
     assert limits[0] == 300 and limits[-1] <= 299 and len(calls(tmp_path, "restart")) == 1
 

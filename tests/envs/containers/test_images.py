@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.containers import images
+from skyrl_mega.envs.containers import images, pulls
 from skyrl_mega.envs.containers.images import make_available, make_room
 from skyrl_mega.envs.containers.runtime import CommandOutput
 from skyrl_mega.envs.faults import InfrastructureFault
@@ -71,7 +71,7 @@ def test_an_image_is_pulled_once_however_many_need_it(capfd: pytest.CaptureFixtu
 
 
 def test_a_slow_pull_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(images, "REPORT_AFTER_S", 0.05)
+    monkeypatch.setattr(pulls, "REPORT_AFTER_S", 0.05)
     make_available(Store(seconds=0.3), "a", 60, None)
     assert "containers: pulling a, 0 s so far" in capfd.readouterr().err
 
@@ -154,6 +154,6 @@ def test_a_pull_of_another_process_is_awaited_for_a_limited_time() -> None:
     thread.start()
     while not store.pulls:
         time.sleep(0.01)
-    with pytest.raises(InfrastructureFault, match="did not finish in time: a"):
+    with pytest.raises(InfrastructureFault, match="did not finish the pull of a in time"):
         make_available(store, "a", 0.3, None)
     thread.join(60)

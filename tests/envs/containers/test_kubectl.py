@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,17 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import kubectl, owner, pod
 from skyrl_mega.envs.containers.kubectl import Kubectl, KubectlContainer
+from skyrl_mega.envs.containers.program import COMMAND_S
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import filled
-from tests.envs.containers.boxes import NAMESPACES, client
+from tests.envs.containers.boxes import client
+from tests.envs.containers.contract import check_killed_shell, check_programs
+from tests.envs.processes import needs_namespaces, wait_until
+from tests.envs.processes import owner as new_owner
 
-ROOT = Path(__file__).parents[3]
 KEY = "environment.options.swe.session_options"
 
-pytestmark = pytest.mark.skipif(
-    subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0,
-    reason="this machine gives no PID namespace for a container",
-)
+pytestmark = needs_namespaces
 
 
 def runtime(folder: Path, **options: Any) -> Kubectl:
@@ -66,19 +65,8 @@ def edit(cluster: Path, container: KubectlContainer, **facts: Any) -> dict[str, 
 
 
 def test_programs_in_a_pod(box: KubectlContainer) -> None:
-    data = bytes(range(256)) * 10_000
-    ran = box.run(
-        ["sh", "-c", "cat; pwd >&2; echo $A $OF_THE_IMAGE >&2; exit 3"], 30, stdin=data, variables={"A": "'b"}
-    )
-    assert (ran.status, ran.exit, ran.stderr) == ("failed", 3, b"/usr\n'b kept\n")
-    assert ran.stdout == data
-    assert box.run(["pwd"], 20, folder="/usr/bin").stdout == b"/usr/bin\n"
-    late = box.run(["sh", "-c", "setsid sleep 98765432 & sleep 98765432"], 0.5)
-    assert (late.status, late.exit) == ("timeout", None)
-    assert box.run(["yes"], 20, limit=1001).status == "output"
-    assert box.run(["seq", "1000"], 20, limit=10).status == "output"
+    check_programs(box, "/usr")
     assert box.run(["sh", "-c", "umask"], 20).stdout == f"{present_umask():04o}\n".encode()
-    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
     assert box.run(["sh", "-c", "ls -A /tmp | wc -l"], 20).stdout == b"1\n"
 
 
@@ -88,10 +76,7 @@ def test_secrets_of_a_program_stay_out_of_process_lists(cluster: Path, box: Kube
 
 
 def test_the_policy_kills_the_shell(box: KubectlContainer) -> None:
-    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 98765432"], 20)
-    assert (ran.status, ran.exit) == ("failed", None)
-    box.end_processes(20)
-    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    check_killed_shell(box)
 
 
 def test_too_much_memory_is_the_policys_failure(cluster: Path, box: KubectlContainer) -> None:
@@ -174,16 +159,11 @@ def test_a_killed_owner_leaves_no_pod(tmp_path: Path) -> None:
         "import sys, time\nfrom pathlib import Path\nfrom tests.envs.containers.test_kubectl import runtime\n"
         f"runtime(Path({str(tmp_path)!r})).start('plain', 60)\nprint('up', flush=True)\ntime.sleep(99)"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    (file,) = tmp_path.glob("*.pod")
-    pid = json.loads(file.read_text())["pid"]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    deadline = time.monotonic() + 60
-    while file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not file.exists()
+    with new_owner(script) as (_, line):
+        assert line == "up"
+        (file,) = tmp_path.glob("*.pod")
+        pid = json.loads(file.read_text())["pid"]
+    assert wait_until(lambda: not file.exists())
     assert not Path(f"/proc/{pid}/root").exists()
 
 
@@ -241,4 +221,4 @@ def test_fields_of_the_runtime_are_refused() -> None:
 
 
 def test_the_time_for_a_lost_container_is_bounded() -> None:
-    assert kubectl.SETTLE_S < kubectl.COMMAND_S
+    assert kubectl.SETTLE_S < COMMAND_S

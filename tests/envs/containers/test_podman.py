@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,10 +23,9 @@ from skyrl_mega.envs.containers.docker import Podman
 from skyrl_mega.envs.containers.docker_container import CommandLineContainer
 from skyrl_mega.envs.containers.registry import make_pool
 from skyrl_mega.envs.faults import InfrastructureFault
+from tests.envs.processes import ROOT, owner, wait_until
 from tests.support.containers import IMAGE, PROGRAMS, image_archive, podman, podman_options, remove_store
 from tests.support.image_registry import image_registry
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,9 @@ def shell(container: CommandLineContainer, script: str, timeout_s: float = 30) -
     return container.run(["sh", "-c", script], timeout_s)
 
 
-def gone(options: dict[str, Any], name: str, seconds: float = 30) -> bool:
+def gone(options: dict[str, Any], name: str) -> bool:
     """Waits until no container with this name exists."""
-    deadline = time.monotonic() + seconds
-    while name in names(options) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return name not in names(options)
+    return wait_until(lambda: name not in names(options))
 
 
 def test_a_container_runs_programs_within_its_limits(container: CommandLineContainer) -> None:
@@ -202,18 +199,18 @@ def test_a_container_ends_after_its_lifetime(options: dict[str, Any]) -> None:
 
 OWNER = """
 import json, os, sys, time
-from skyrl_mega.envs.containers import docker_container
+from skyrl_mega.envs.containers import program
 from skyrl_mega.envs.containers.docker import Podman
 runtime = Podman(json.loads(sys.argv[1]))
 if sys.argv[2] == "running":
     print(runtime.start("localhost/machine:1", 60).name, flush=True)
     time.sleep(600)
-run_program = docker_container.run_program
+run_program = program.run_program
 def told(argv, *rest, **more):
     if "run" in argv:
         print(next(word for word in argv if word.startswith("--name=")).removeprefix("--name="), flush=True)
     return run_program(argv, *rest, **more)
-docker_container.run_program = told
+program.run_program = told
 runtime.start("localhost/machine:1", 60)
 time.sleep(600)
 """
@@ -223,17 +220,9 @@ time.sleep(600)
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["running", "starting"])
 def test_a_killed_owner_leaves_no_container_and_touches_no_other(options: dict[str, Any], when: str) -> None:
-    import json
-
     other = Podman(options).start(IMAGE, 60)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, json.dumps(options), when], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert owner.stdout is not None
-    name = owner.stdout.readline().strip()
-    assert name.startswith("skyrl-mega-")
-    owner.kill()
-    owner.wait()
+    with owner(OWNER, json.dumps(options), when) as (_, name):
+        assert name.startswith("skyrl-mega-")
     if when == "starting":
         time.sleep(3)  # the client of the start goes on without its owner
     assert gone(options, name)
@@ -243,22 +232,14 @@ def test_a_killed_owner_leaves_no_container_and_touches_no_other(options: dict[s
 
 @pytest.mark.nightly
 def test_containers_of_an_owner_killed_with_its_reaper_are_removed_by_the_next_owner(options: dict[str, Any]) -> None:
-    import json
-
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, json.dumps(options), "running"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert owner.stdout is not None
-    name = owner.stdout.readline().strip()
-    for entry in Path("/proc").iterdir():
-        if (
-            entry.name.isdigit()
-            and b"reaper.py" in (line := (entry / "cmdline").read_bytes())
-            and f'"owner": {owner.pid},'.encode() in line
-        ):
-            os.kill(int(entry.name), signal.SIGKILL)
-    owner.kill()
-    owner.wait()
+    with owner(OWNER, json.dumps(options), "running") as (process, name):
+        for entry in Path("/proc").iterdir():
+            if (
+                entry.name.isdigit()
+                and b"reaper.py" in (line := (entry / "cmdline").read_bytes())
+                and f'"owner": {process.pid},'.encode() in line
+            ):
+                os.kill(int(entry.name), signal.SIGKILL)
     time.sleep(2)
     assert name in names(options)
     script = OWNER.replace("    time.sleep(600)\n", "    raise SystemExit\n", 1)

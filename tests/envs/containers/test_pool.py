@@ -109,15 +109,15 @@ def test_a_trajectory_keeps_its_place_between_its_containers() -> None:
     pool = pool_of(1, "kept")
     place = pool.place()
     place.remove(place.start("good", 1))
-    other = threading.Thread(target=pool.take)
+    other = threading.Thread(target=pool.slots.take, args=(60,))
     other.start()
-    waiters(pool._slots, 1)
+    waiters(pool.slots, 1)
     place.remove(place.start("good", 1))  # although another trajectory waits
     assert other.is_alive()
     place.close()
     other.join(30)
     assert not other.is_alive()
-    pool.give_back()
+    pool.slots.give_back()
 
 
 class StubbornBox(Box):
@@ -141,9 +141,9 @@ def test_a_slow_removal_is_no_fault_and_keeps_the_place(monkeypatch: pytest.Monk
     place.remove(box)
     place.close()
     with pytest.raises(InfrastructureFault, match="no container has ended"):
-        pool._slots.take(0.2)
+        pool.slots.take(0.2)
     box.free.set()
-    pool._slots.take(30)  # the place is free once the container is gone
+    pool.slots.take(30)  # the place is free once the container is gone
     assert box.removed > 1
 
 
@@ -159,7 +159,7 @@ def test_pools_of_a_name_share_the_limit() -> None:
     place = pool_of(1, "shared").place()
     place.start("good", 1)
     with pytest.raises(InfrastructureFault, match="no container has ended"):
-        pool_of(1, "shared")._slots.take(0.2)
+        pool_of(1, "shared").slots.take(0.2)
     place.close()
 
 

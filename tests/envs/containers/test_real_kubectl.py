@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from skyrl_mega.envs.containers.kubectl import Kubectl, KubectlContainer
 from skyrl_mega.envs.faults import InfrastructureFault
-from tests.envs.containers.boxes import NAMESPACES
+from tests.envs.containers.contract import check_killed_shell, check_programs
+from tests.envs.processes import needs_namespaces, wait_until
 
 pytest.importorskip("websockets")
 KEY = "environment.options.swe.session_options"
@@ -30,10 +30,7 @@ users: [{{name: nobody, user: {{}}}}]
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed"),
-    pytest.mark.skipif(
-        subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0,
-        reason="this machine gives no PID namespace for a container",
-    ),
+    needs_namespaces,
 ]
 
 
@@ -46,9 +43,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
     config = tmp_path_factory.mktemp("kube") / "config"
     config.write_text(CONFIG.format(port=port))
     of = Kubectl({"global_arguments": [f"--kubeconfig={config}", f"--cache-dir={config.parent}/cache"]})
-    deadline = time.monotonic() + 30
-    while of.command(["get", "pods"]).status != "ok" and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: of.client.command(["get", "pods"]).status == "ok")
     yield of
     server.kill()
     server.wait()
@@ -65,20 +60,11 @@ def box(runtime: Kubectl) -> Iterator[KubectlContainer]:
 def test_the_checks_of_a_cluster(runtime: Kubectl) -> None:
     runtime.check(KEY)
     runtime.check(KEY)  # the network policy exists
-    assert runtime.command(["get", "networkpolicy", "skyrl-mega-no-network"]).status == "ok"
+    assert runtime.client.command(["get", "networkpolicy", "skyrl-mega-no-network"]).status == "ok"
 
 
 def test_programs_in_a_pod(box: KubectlContainer) -> None:
-    data = bytes(range(256)) * 20_000
-    ran = box.run(
-        ["sh", "-c", "cat; pwd >&2; echo $A $OF_THE_IMAGE >&2; exit 3"], 60, stdin=data, variables={"A": "'b"}
-    )
-    assert (ran.status, ran.exit, ran.stderr) == ("failed", 3, b"/usr\n'b kept\n")
-    assert ran.stdout == data
-    late = box.run(["sh", "-c", "setsid sleep 98765432 & sleep 98765432"], 1)
-    assert (late.status, late.exit) == ("timeout", None)
-    assert box.run(["yes"], 20, limit=1001).status == "output"
-    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    check_programs(box, "/usr")
 
 
 def test_a_quiet_program_keeps_its_connection(box: KubectlContainer) -> None:
@@ -86,10 +72,7 @@ def test_a_quiet_program_keeps_its_connection(box: KubectlContainer) -> None:
 
 
 def test_the_policy_kills_the_shell(box: KubectlContainer) -> None:
-    ran = box.run(["sh", "-c", "kill -9 $PPID; sleep 98765432"], 20)
-    assert (ran.status, ran.exit) == ("failed", None)
-    box.end_processes(20)
-    assert b"98765432" not in box.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], 20).stdout
+    check_killed_shell(box)
 
 
 def test_a_deleted_pod_is_a_fault(runtime: Kubectl) -> None:

@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from skyrl_mega.envs.containers import owner, reaper
+from tests.envs.processes import children, wait_until
+from tests.envs.processes import owner as new_owner
 from tests.support import fake_podman
 
 OWNER = """
@@ -26,52 +26,23 @@ time.sleep(600)
 """Program that starts a container and waits."""
 
 
-def started(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """Starts an owner; returns its process, and the name of its container."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, fake_podman.__file__, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
-
-
-def wait_until(condition: object, seconds: float = 30) -> bool:
-    """Waits until a function returns True."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:  # type: ignore[operator]
-        time.sleep(0.05)
-    return bool(condition())  # type: ignore[operator]
-
-
 def test_containers_of_a_killed_owner_are_removed_and_no_others(tmp_path: Path) -> None:
-    first, name = started(tmp_path)
-    second, other = started(tmp_path)
-    places = tmp_path / "containers"
-    assert (places / name).exists() and (places / other).exists()
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert wait_until(lambda: not (places / name).exists())
-    late = f"{name}-late"  # a start in flight creates a container after the end of its owner
-    (places / late).write_text("true false 0")
-    (places / f".{late}").write_text(f"skyrl-mega.owner={name.removeprefix('skyrl-mega-').rpartition('-')[0]}")
-    assert wait_until(lambda: not (places / late).exists())
-    assert (places / other).exists()
-    second.kill()
-    second.wait()
+    places, words = tmp_path / "containers", (fake_podman.__file__, str(tmp_path))
+    with new_owner(OWNER, *words) as (_, other):
+        with new_owner(OWNER, *words) as (_, name):
+            assert (places / name).exists() and (places / other).exists()
+        assert wait_until(lambda: not (places / name).exists())
+        late = f"{name}-late"  # a start in flight creates a container after the end of its owner
+        (places / late).write_text("true false 0")
+        (places / f".{late}").write_text(f"skyrl-mega.owner={name.removeprefix('skyrl-mega-').rpartition('-')[0]}")
+        assert wait_until(lambda: not (places / late).exists())
+        assert (places / other).exists()
     assert wait_until(lambda: not (places / other).exists())
 
 
 def ignored(pid: int) -> int:
     """Returns the mask of the signals that a process ignores."""
     return int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
-
-
-def children(pid: int) -> list[int]:
-    """Returns the children of all threads of a process."""
-    return [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
 
 
 def test_a_reaper_ignores_the_signals_of_a_job_that_ends(tmp_path: Path) -> None:

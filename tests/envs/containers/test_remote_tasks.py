@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import make
-from tests.envs.containers.boxes import NAMESPACES, client
+from tests.envs.containers.boxes import client
+from tests.envs.processes import needs_namespaces
 
 FILES = {
     "tools.py": "def last(items):\n    return items[0]\n",
@@ -34,10 +34,7 @@ TEST = "python3 -m unittest discover -s tests -t ."
 STARTER = f"{sys.executable} {Path(__file__).parent / 'rex_server.py'} {{image}}"
 
 pytestmark = [
-    pytest.mark.skipif(
-        subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0,
-        reason="this machine gives no PID namespace for a container",
-    ),
+    needs_namespaces,
     pytest.mark.skipif(
         shutil.which("python3", path="/usr/bin") is None, reason="the task's tests need the system's python3"
     ),
