@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,17 @@ from skyrl_mega.envs.registry import check_ready
 
 def example_of_the_documents(real_data: Path) -> str:
     """Returns the source of `MultiplyEnv(BaseTextEnv)` from the document."""
+    return _code_from("class MultiplyEnv(BaseTextEnv):", real_data)
+
+
+def loop_of_the_documents(real_data: Path) -> str:
+    """Returns the source of the loop that makes rows, without its indentation, from the document."""
+    return textwrap.dedent(_code_from("for idx in range(num_examples):", real_data))
+
+
+def _code_from(line: str, real_data: Path) -> str:
     text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
-    start = text.index("class MultiplyEnv(BaseTextEnv):")
+    start = text.index(line)
     return text[start : text.index("```", start)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,14 +11,11 @@ import pytest
 from skyrl_mega.config.compose import compose
 from skyrl_mega.data.rows import check_files, load_prompts
 from skyrl_mega.envs import make
-from tests.envs.test_contract import example_of_the_documents
+from tests.envs.test_contract import example_of_the_documents, loop_of_the_documents
 
 
 def rows_of_the_documents(real_data: Path) -> list[dict[str, object]]:
     """Runs the documents' loop over examples, with the names required by the loop defined around it."""
-    text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
-    start = text.index("for idx in range(num_examples):")
-    loop = text[start : text.index("```", start)]
     space: dict[str, object] = {
         "num_examples": 3,
         "num_digits": 1,
@@ -28,7 +24,7 @@ def rows_of_the_documents(real_data: Path) -> list[dict[str, object]]:
         "generate_multiplication_problem": lambda digits: ("2 * 3", 6),
         "examples": [],
     }
-    exec(textwrap.dedent(loop), space)
+    exec(loop_of_the_documents(real_data), space)
     return space["examples"]  # type: ignore[return-value]
 
 

@@ -15,13 +15,9 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.math import check
 from skyrl_mega.envs.sandbox import Sandbox, confinements
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, PID_NAMESPACE, SandboxResult, python
+from tests.envs.processes import children
 
 SLEEPS = python("-c", "import time; time.sleep(30)")
-
-
-def children(pid: int) -> list[int]:
-    """Returns the children of all threads of a process."""
-    return [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
 
 
 def launcher() -> int:

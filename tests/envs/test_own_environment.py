@@ -7,10 +7,7 @@ model differs from the page: the run builds and warms up a tiny model.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -21,8 +18,8 @@ import pytest
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Status
-from tests.envs.test_contract import example_of_the_documents
-from tests.trainer.quickstart import ROOT, left_over
+from tests.envs.test_contract import example_of_the_documents, loop_of_the_documents
+from tests.trainer.quickstart import ROOT, left_over, user_python
 
 PAGE = ROOT / "docs" / "own-environment.md"
 TINY = [
@@ -47,21 +44,12 @@ def blocks() -> list[str]:
     return re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the user's folder, like a command typed by the user."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=800, check=False
-    )
-
-
 def paste(folder: Path, environment: str, rows: str) -> None:
     """Writes the three files and the rows, with demonstrations for the tiny model, half of them right."""
     (folder / "my_env.py").write_text(environment, encoding="utf-8")
     (folder / "my_rows.py").write_text(rows, encoding="utf-8")
     (folder / "my_run.yaml").write_text(blocks()[2], encoding="utf-8")
-    wrote = python(folder, "my_rows.py")
-    assert wrote.returncode == 0, wrote.stderr
+    user_python(folder, "my_rows.py")
     shown = pq.read_table(folder / "train.parquet").to_pylist()
     for i, row in enumerate(shown):
         answer = int(row["reward_spec"]["ground_truth"]) + i % 2
@@ -71,8 +59,7 @@ def paste(folder: Path, environment: str, rows: str) -> None:
 
 def launch(folder: Path, *settings: str) -> list[parquet.Trajectory]:
     """Runs two steps of the page's run with the tiny model and returns the trajectories of both steps."""
-    completed = python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    user_python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
     assert left_over(folder) == []
     before, *steps = read(folder / "runs" / "my_run" / "metrics.jsonl")
     assert any(name.startswith("eval/") for name in before)
@@ -115,9 +102,7 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
 def test_the_documents_class_and_rows(real_data: Path, tmp_path: Path) -> None:
     """Launches the documents' class and loop in place of the page's class and loop."""
     environment, rows, *_ = blocks()
-    text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
-    start = text.index("for idx in range(num_examples):")
-    loop = textwrap.indent(textwrap.dedent(text[start : text.index("```", start)]), "    ")
+    loop = textwrap.indent(loop_of_the_documents(real_data), "    ")
     loop_start, after = rows.index("    for _ in range(num_examples):"), rows.index("    pq.write_table(")
     imports = environment[: environment.index("class MultiplyEnv")]
     paste(tmp_path, imports + example_of_the_documents(real_data), rows[:loop_start] + loop + rows[after:])
@@ -168,9 +153,8 @@ def test_mistakes_are_one_line_before_anything_starts(tmp_path: Path) -> None:
         "        code = main(['--config', 'my_run.yaml', *json.loads(sys.argv[2]), case])\n"
         "    print(json.dumps([code, said.getvalue(), 'ray' in sys.modules]))\n"
     )
-    ended = python(tmp_path, "-c", program, json.dumps(cases), json.dumps(TINY))
-    assert ended.returncode == 0, ended.stderr
-    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+    output = user_python(tmp_path, "-c", program, json.dumps(cases), json.dumps(TINY))
+    answers = [json.loads(line) for line in output.splitlines()]
     for (_, _, expected), (code, output, started) in zip(MISTAKES.values(), answers, strict=True):
         assert code == 2 and not started
         assert len(output.splitlines()) == 1 and "environment.classes.multiply" in output and expected in output

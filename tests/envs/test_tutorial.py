@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.telemetry.metrics import read
-from tests.trainer.quickstart import ROOT, left_over
+from tests.trainer.quickstart import ROOT, left_over, user_python
 
 PAGE = ROOT / "docs" / "tutorial.md"
 FILES = ("sort_env.py", "sort.yaml")
@@ -39,18 +36,9 @@ def commands() -> list[list[str]]:
     return [line.split() for line in lines]
 
 
-def python(folder: Path, *arguments: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
-    ended = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=850, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 def test_its_rows_and_its_dry_run(folder: Path) -> None:
     rows, dry_run, *_ = commands()
-    python(folder, *rows)
+    user_python(folder, *rows)
     shown = pq.read_table(folder / "shown.parquet").to_pylist()
     right = [row["extra_info"]["demonstration"] == row["reward_spec"]["ground_truth"] for row in shown]
     assert 0.38 < sum(right) / len(right) < 0.42, "the page says four in ten"
@@ -59,7 +47,7 @@ def test_its_rows_and_its_dry_run(folder: Path) -> None:
         for name in ("train", "test")
     ]
     assert len(questions[1] - questions[0]) > 190
-    plan = json.loads(python(folder, *dry_run, "--json"))
+    plan = json.loads(user_python(folder, *dry_run, "--json"))
     assert plan["config"]["run"]["name"] == "sort" and not (folder / "runs").exists()
 
 
@@ -67,8 +55,8 @@ def test_its_rows_and_its_dry_run(folder: Path) -> None:
 def test_its_run(folder: Path) -> None:
     """Runs a few steps of the tutorial."""
     rows, _, run, *reports = commands()
-    python(folder, *rows)
-    python(folder, *run, *FEW)
+    user_python(folder, *rows)
+    user_python(folder, *run, *FEW)
     assert left_over(folder) == []
     before, *steps = read(folder / "runs" / "sort" / "metrics.jsonl")
     assert any(name.startswith("eval/") for name in before)
@@ -78,4 +66,4 @@ def test_its_run(folder: Path) -> None:
     for report in reports:
         assert report[:3] == ["-m", "skyrl_mega.report", "trajectories"]
         report[report.index("--step") + 1] = "2"
-        assert python(folder, *report).count('{"answer": ') == 4, "what the class made of each answer"
+        assert user_python(folder, *report).count('{"answer": ') == 4, "what the class made of each answer"

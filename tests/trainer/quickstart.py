@@ -76,6 +76,17 @@ def finish(folder: Path, *settings: str) -> str:
     return out
 
 
+def user_python(folder: Path, *arguments: str) -> str:
+    """Runs Python in a user's folder, like a command typed there, and returns the output; fails unless the exit code is
+    0."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
+    ended = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=850, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 def driver(process: subprocess.Popen[str]) -> int:
     """Returns the process id of the driver under a supervising command."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])

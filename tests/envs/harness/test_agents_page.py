@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from skyrl_mega.envs.harness.env import HarnessEnv
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.telemetry.metrics import read
 from tests.envs.harness.policy import answering
-from tests.trainer.quickstart import left_over
+from tests.trainer.quickstart import left_over, user_python
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -102,10 +100,7 @@ def test_a_run(tmp_path: Path, name: str) -> None:
     classes = {"agent": f"{ROOT}/configs/agent_cpu.py:CalculatorAgent"}
     config["environment"] = {"options": PROGRAM} if name == "harness" else {"classes": classes}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", "run.yaml"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    user_python(tmp_path, "-m", "skyrl_mega.launch", "--config", "run.yaml")
     assert left_over(tmp_path) == []
     _, *steps = read(next((tmp_path / "runs").glob("*/metrics.jsonl")))
     assert [row["step"] for row in steps] == [1, 2]

@@ -27,7 +27,7 @@ from skyrl_mega.envs.harness.program import readable, words_of
 from skyrl_mega.envs.sandbox import CONFINEMENTS, confinements
 from skyrl_mega.rollout.agent.env_pool import Call
 from tests.envs.harness.policy import KEY, Policy, answering
-from tests.envs.sandbox.test_sandbox import running
+from tests.envs.processes import running, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs are ended by means of Linux")
 ASK = """
@@ -206,10 +206,7 @@ def test_a_program_that_nobody_waits_for_any_more_is_ended(make: Make, policy: P
     call = Call(env.run, policy.endpoint, PROMPT)
     thread = threading.Thread(target=call.run)
     thread.start()
-    deadline = time.monotonic() + 120
-    while not running(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: running(mark), 120)
     assert call.give_up()
     thread.join(60)
     assert not thread.is_alive() and not running(mark)
@@ -230,16 +227,10 @@ def test_a_killed_run_leaves_no_program(make: Make, tmp_path: Path) -> None:
     )
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
     host = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env)
-    deadline = time.monotonic() + 120
-    while len([line for line in running(mark) if "HarnessEnv" not in line]) < 2:
-        assert time.monotonic() < deadline and host.poll() is None
-        time.sleep(0.1)
+    assert wait_until(lambda: len([line for line in running(mark) if "HarnessEnv" not in line]) >= 2, 120)
     host.kill()
     host.wait()
-    deadline = time.monotonic() + 60
-    while running(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_until(lambda: not running(mark))
 
 
 def test_wrong_options(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,15 +259,16 @@ def test_wrong_options(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_machine_without_network_namespaces_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl_mega.envs.harness.program import check_network
+    from skyrl_mega.envs.harness.program import check_box
     from skyrl_mega.envs.sandbox import Sandbox
 
     bare = ("namespaces",)
     if {*CONFINEMENTS} - {*confinements(bare)}:
         pytest.skip(f"this machine gives only {confinements(bare)}")
+    monkeypatch.setattr(Sandbox, "check", lambda *_: None)  # tests of the sandbox show its own trials
     with pytest.raises(UserError, match=r'a network namespace of its own: .* in network; .*without=\["network"\]'):
-        check_network(Sandbox(disabled=bare), "sandbox")
-    check_network(Sandbox(disabled=bare, without=("network",)), "sandbox")
+        check_box(Sandbox(disabled=bare), "sandbox")
+    check_box(Sandbox(disabled=bare, without=("network",)), "sandbox")
 
 
 def test_the_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

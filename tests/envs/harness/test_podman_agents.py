@@ -15,7 +15,7 @@ from skyrl_mega.rollout.endpoint.server import EndpointServer
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Status
-from tests.envs.swe.test_podman_tasks import archive_of, containers
+from tests.envs.swe.test_podman_tasks import archive_of, containers, override
 from tests.envs.swe.toys import PATIENT, Toy, write_toys
 from tests.rollout.endpoint.agent_runs import finish, start
 from tests.rollout.endpoint.fakes import running_loop
@@ -54,15 +54,6 @@ def settings(toys: dict[str, Toy], options: dict[str, Any]) -> dict[str, Any]:
     judge = {"tasks": str(toys["spread"].tasks), "session": "podman", "session_options": options, **PATIENT}
     command = f"{MINI.parents[1].resolve()}/bin/python {ROOT}/configs/mini_swe_agent.py"
     return {"command": command, "reward": "swe", "reward_options": judge, "timeout_s": 200, "failed_exit": "judge"}
-
-
-def override(value: Any) -> str:
-    """Returns a value in the grammar of the launcher's arguments."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(override, value)) + "]"
-    return json.dumps(value)
 
 
 def test_it_repairs_a_task(place: Any) -> None:

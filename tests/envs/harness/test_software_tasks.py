@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from skyrl_mega.envs.harness import container_program
 from skyrl_mega.envs.harness.env import HarnessEnv, ProgramFailed
 from tests.envs.harness.policy import answering
 from tests.envs.harness.test_harness import ASK, PROMPT, play
+from tests.envs.processes import wait_until
 from tests.envs.swe.folder_runtime import PATH, FolderContainer
 from tests.envs.swe.toys import PATIENT, RIGHT, Toy, code, write_toys
 
@@ -111,7 +111,4 @@ def test_a_container_whose_removal_fails_is_no_fault_and_is_removed_later(
     monkeypatch.setattr(FolderContainer, "remove", failing)
     with answering(code("spread", RIGHT["spread"])) as policy:
         assert play(make(REPAIR), policy)["reward"] == 1.0
-    deadline = time.monotonic() + 30
-    while FolderContainer.open_containers and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert tried and not FolderContainer.open_containers
+    assert wait_until(lambda: not FolderContainer.open_containers) and tried

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,20 +88,3 @@ def test_settings_are_checked_before_a_run() -> None:
     with pytest.raises(UserError, match=r"environment\.options\.python\.sandbox\.wall: there is no such option"):
         check_ready("python", EnvironmentConfig(options={"python": {"sandbox": {"wall": 3}}}))
     check_ready("python", EnvironmentConfig())
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl_mega.data",
-        "python",
-        "--output",
-        str(tmp_path),
-        "--train",
-        "3",
-        "--test",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0 and (tmp_path / "train.parquet").is_file()

@@ -29,6 +29,7 @@ from skyrl_mega.envs.sandbox import (
 from skyrl_mega.envs.sandbox import budget as sandbox_budget
 from skyrl_mega.envs.sandbox.budget import Budget
 from skyrl_mega.envs.sandbox.run import python
+from tests.envs.processes import running, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 SMALL = CommandLimits(wall_s=10, memory_mib=256, processes=8, disk_mib=16, file_mib=4, output_kib=64)
@@ -53,20 +54,6 @@ def play(
 ) -> SandboxResult:
     command = [SYSTEM, *python()[1:]] if box.disabled else python()
     return box.run(command, files={"main.py": code}, limits=limits, stdin=stdin, workspace=workspace)
-
-
-def running(mark: str) -> list[str]:
-    """Returns the command lines of live processes with the mark."""
-    lines = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if mark in line:
-                lines.append(line)
-    return lines
 
 
 def test_an_honest_program(box: Sandbox) -> None:
@@ -225,16 +212,10 @@ def test_the_host_dies_and_nothing_stays(tmp_path: Path) -> None:
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed host leaves its temporary folder behind
     host = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], env=env)
-    deadline = time.monotonic() + 180
-    while not any("sleep(100)" in line and "run(" not in line for line in running(mark)):
-        assert time.monotonic() < deadline and host.poll() is None
-        time.sleep(0.1)
+    assert wait_until(lambda: any("sleep(100)" in line and "run(" not in line for line in running(mark)), 180)
     host.kill()
     host.wait()
-    deadline = time.monotonic() + 60
-    while running(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_until(lambda: not running(mark))
 
 
 def test_a_workspace_is_kept_between_commands_and_bounded(box: Sandbox) -> None:

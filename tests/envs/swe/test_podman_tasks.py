@@ -7,11 +7,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,12 @@ import pytest
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.telemetry.metrics import read
+from tests.envs.processes import owner, wait_until
 from tests.envs.swe.toys import CHEATS, Toy, opened, shown, write_toys
 from tests.support.containers import IMAGE, image_archive, podman, podman_options, remove_store
 from tests.trainer import quickstart
 
 pytestmark = pytest.mark.nightly
-ROOT = Path(__file__).parents[3]
 PROGRAMS = (
     "sh bash find tar xargs head git cat ls rm mkdir mktemp ln mv cp touch chmod grep sed sleep date setsid env id dd"
 )
@@ -162,14 +159,9 @@ def test_a_killed_process_leaves_no_container(place: Any) -> None:
     )
     toy = toys["mean"]
     given = json.dumps([toy.name, str(toy.tasks), toy.report, options])
-    with subprocess.Popen([sys.executable, "-c", code, given], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
-        assert len(containers(options)) == 1
-        process.kill()
-    deadline = time.monotonic() + 60
-    while containers(options) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert containers(options) == []
+    with owner(code, given) as (_, line):
+        assert line == "open" and len(containers(options)) == 1
+    assert wait_until(lambda: not containers(options))
 
 
 @pytest.mark.timeout(1800)
@@ -201,16 +193,12 @@ def test_a_killed_run_leaves_no_container_and_runs_again_to_the_end(place: Any, 
         "rollout.env_timeout_s=600",
     )
     process = quickstart.start(tmp_path, *settings)
-    deadline = time.monotonic() + 900
-    while not containers(options) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
+    wait_until(lambda: containers(options) or process.poll() is not None, 900)
+    assert process.poll() is None, process.communicate()[0]
     assert containers(options) != []
     os.kill(quickstart.driver(process), signal.SIGKILL)
     said, _ = process.communicate(timeout=180)
-    deadline = time.monotonic() + 90
-    while (containers(options) or quickstart.left_over(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    wait_until(lambda: not containers(options) and not quickstart.left_over(tmp_path), 90)
     assert containers(options) == [], said[-3000:]
     assert quickstart.left_over(tmp_path) == []
 
