@@ -38,7 +38,6 @@ def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
     Raises:
         OSError: The namespaces of the workspace cannot be entered.
     """
-    uid, gid = os.geteuid(), os.getegid()
     try:
         if "namespaces" in request["disabled"]:
             raise OSError("switched off")
@@ -48,11 +47,8 @@ def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
                     kernel.join(request["namespaces"][kind], flag)
                     os.close(request["namespaces"][kind])
             kernel.unshare(kernel.NAMESPACES)
-        elif uid == 0:  # a user namespace would not help: the kernel does not count root's processes there either
-            kernel.unshare(kernel.NAMESPACES)
         else:
-            kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
-            kernel.map_own_user(kernel.INSIDE_UID, uid, gid)
+            kernel.unshare_as_any_user(kernel.NAMESPACES)
     except OSError as error:
         if request["namespaces"]:
             raise

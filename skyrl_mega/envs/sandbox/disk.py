@@ -24,13 +24,8 @@ def main(folder: str, size: str, inodes: str) -> None:
         size: Maximum size, as for tmpfs.
         inodes: Maximum number of files, folders and links.
     """
-    uid, gid = os.geteuid(), os.getegid()
     try:
-        if uid == 0:
-            kernel.unshare(kernel.CLONE_NEWNS)
-        else:
-            kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWUSER)
-            kernel.map_own_user(kernel.INSIDE_UID, uid, gid)
+        kernel.unshare_as_any_user(kernel.CLONE_NEWNS)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         options = f"size={size},nr_inodes={inodes},mode=700"
         kernel.mount("session", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)

@@ -59,18 +59,21 @@ def join(namespace: int, kind: int) -> None:
     _checked(_libc.syscall(_arch().setns, namespace, kind), "setns")
 
 
-def map_own_user(inside: int, uid: int, gid: int) -> None:
-    """Maps this process's user to the user ID `inside` in its new user namespace; no other user exists there.
-
-    Args:
-        inside: User and group ID inside the namespace.
-        uid: User ID outside.
-        gid: Group ID outside.
+def unshare_as_any_user(flags: int) -> None:
+    """Moves this process to new namespaces of the kinds in `flags`, as `unshare` does. The process of a plain user also
+    moves to a new user namespace, in which the user has the ID `INSIDE_UID` and no other user exists. A user namespace
+    would not help root: the kernel does not count root's processes there either.
 
     Raises:
         OSError: The kernel refuses.
     """
-    for file, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        unshare(flags)
+        return
+    unshare(flags | CLONE_NEWUSER)
+    own = (("setgroups", "deny"), ("uid_map", f"{INSIDE_UID} {uid} 1"), ("gid_map", f"{INSIDE_UID} {gid} 1"))
+    for file, text in own:
         with open(f"/proc/self/{file}", "w") as out:
             out.write(text)
 
