@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.containers import files
+from skyrl_mega.envs.containers.pool import ContainerPlace
 from skyrl_mega.envs.containers.runtime import Container
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, number, text, whole
@@ -38,30 +37,19 @@ class ContainerLost(InfrastructureFault):
     """The container of a session ended while a command was running."""
 
 
-class Starter(Protocol):
-    """Source of containers: the place of a trajectory in a pool."""
-
-    def start(self, image: str, timeout_s: float) -> Container:
-        """Starts a container of an image, and returns it once commands can run. Raises UserError without such an image,
-        and InfrastructureFault if the container does not start."""
-
-    def remove(self, container: Container) -> None:
-        """Removes a container; a failure is no fault of the trajectory and raises nothing."""
-
-
 class ContainerSession:
     """Session in a container of its own; implements `Session`.
 
     Args:
         task: Folder of the task.
         options: Options of the session, checked and complete.
-        starter: Starts the container.
+        place: Starts and removes the container.
         tracked: True for a session whose changes are read: the policy's.
     """
 
-    def __init__(self, task: Path, options: Mapping[str, Any], starter: Starter, *, tracked: bool = True) -> None:
+    def __init__(self, task: Path, options: Mapping[str, Any], place: ContainerPlace, *, tracked: bool = True) -> None:
         self.task: Task = read_task(task)
-        self.options, self._starter, self._tracked = options, starter, tracked
+        self.options, self._place, self._tracked = options, place, tracked
         self._container: Container | None = None
         self._shell = "sh"
         self._originals: dict[str, files.Entry] = {}
@@ -98,7 +86,7 @@ class ContainerSession:
         """
         image, limit_s = image_of(self.task, self.options), float(self.options["start_timeout_s"])
         with waiting():
-            self._container = self._starter.start(image, limit_s)
+            self._container = self._place.start(image, limit_s)
             try:
                 self._fill(image, limit_s)
             except UnfitError as error:
@@ -109,7 +97,8 @@ class ContainerSession:
             self._checked(["mkdir", "-p", "--", self.task.folder], image, limit_s)
         self._shell = self._checked(["sh", "-c", PROBE, "sh", self.task.folder], image, limit_s).strip() or "sh"
         if not self.task.in_image:
-            files.write(self.container, self.task.folder, _content(self.task.repo), limit_s)
+            repository = {name: File.read(path, info) for name, path, info in entries(self.task.repo)}
+            files.write(self.container, self.task.folder, repository, limit_s)
         if self.task.setup is not None:
             self._prepared("setup", self.task.setup, limit_s)
         if not self._tracked:
@@ -232,7 +221,7 @@ class ContainerSession:
         slow or failed removal goes on in the background and raises nothing."""
         container, self._container = self._container, None
         if container is not None:
-            self._starter.remove(container)
+            self._place.remove(container)
 
 
 def image_of(task: Task, options: Mapping[str, Any]) -> str:
@@ -247,13 +236,3 @@ def image_of(task: Task, options: Mapping[str, Any]) -> str:
             f"task {task.path.name} names no image", key=f"{BOX}.image", fix="name an image here or in task.json"
         )
     return str(image)
-
-
-def _content(top: Path) -> dict[str, File]:
-    """Returns the files and links of the task's repository."""
-    content = {}
-    for name, path, info in entries(top):
-        link = stat.S_ISLNK(info.st_mode)
-        data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
-        content[name] = File(data, stat.S_IMODE(info.st_mode), link)
-    return content

@@ -20,41 +20,18 @@ from skyrl_mega.envs.swe.task import NAME, read_task, refuse_outside_link, requi
 from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.waiting import working_clock
 
+ANYWHERE = (
+    *("tests/*", "test/*", "tests.py", "test_*.py", "conftest.py"),
+    *("__pycache__/*", "sitecustomize.py", "usercustomize.py"),
+)
+"""Protected files of the top folder and of every folder below."""
 PROTECTED = [
-    "tests/*",
-    "*/tests/*",
-    "test/*",
-    "*/test/*",
-    "tests.py",
-    "*/tests.py",
-    "test_*.py",
-    "*/test_*.py",
-    "*_test.py",
-    "conftest.py",
-    "*/conftest.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "pytest.toml",
-    ".pytest.toml",
-    "tox.ini",
-    "setup.cfg",
-    "pyproject.toml",
-    "__pycache__/*",
-    "*/__pycache__/*",
-    "sitecustomize.py",
-    "*/sitecustomize.py",
-    "usercustomize.py",
-    "*/usercustomize.py",
-    "unittest.py",
-    "unittest/*",
-    "pytest.py",
-    "pytest/*",
-    "_pytest/*",
-    "*.pth",
-    "*.egg-info/*",
-    "*.dist-info/*",
-    ".venv/*",
-    "*/site-packages/*",
+    *ANYWHERE,
+    *(f"*/{pattern}" for pattern in ANYWHERE),
+    *("*_test.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
+    *("tox.ini", "setup.cfg", "pyproject.toml"),
+    *("unittest.py", "unittest/*", "pytest.py", "pytest/*", "_pytest/*"),
+    *("*.pth", "*.egg-info/*", "*.dist-info/*", ".venv/*", "*/site-packages/*"),
 ]
 """Files that decide the behaviour of a test command. Files started by the command are protected too
 (`judge.started_files`).

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import os
 import posixpath
 import re
 import secrets
@@ -251,7 +250,7 @@ def _read(top: Path, selected: Callable[[str], bool]) -> dict[str, File | None]:
         if not selected(name) or name.startswith(".git/") or name.endswith(".pyc"):  # .pyc: holds the true literals
             continue
         if stat.S_ISLNK(info.st_mode) and top.name == "repo":
-            files[name] = File(os.fsencode(os.readlink(path)), link=True)
+            files[name] = File.read(path, info)
         elif Path(path).is_file():
             refuse_outside_link(Path(path), top.parent.parent)
             files[name] = File(Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode))

@@ -42,6 +42,14 @@ class File:
     link: bool = False
     """True for a symbolic link."""
 
+    @classmethod
+    def read(cls, path: str, info: os.stat_result) -> File:
+        """Returns the file or link at a path of this machine, with the status `info`; follows no link. Raises OSError
+        if it cannot be read."""
+        link = stat.S_ISLNK(info.st_mode)
+        data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
+        return cls(data, stat.S_IMODE(info.st_mode), link)
+
 
 Files = Mapping[str, File | None]
 """Path in the repository → file; None for no file."""
@@ -137,9 +145,7 @@ class LocalSession:
                 space_left -= info.st_size
                 if space_left < 0:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                link = stat.S_ISLNK(info.st_mode)
-                data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
-                changed[name] = File(data, stat.S_IMODE(info.st_mode), link)
+                changed[name] = File.read(path, info)
         except OSError as error:
             raise UnfitError(f"files cannot be read: {error.strerror}") from error
         return {**dict.fromkeys(originals), **changed}

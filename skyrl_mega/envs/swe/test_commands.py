@@ -106,16 +106,17 @@ def commands_of(form: str, rows: Sequence[Mapping[str, Any]], python: str | None
 def _of_repository(row: Mapping[str, Any]) -> str | None:
     files = _test_files(row)
     if row["repo"] == "django/django":
-        modules = [
-            re.sub(r"\.py$", "", file.removeprefix("tests/")).replace("/", ".")
-            for file in files
-            if file.startswith("tests/") and file.endswith(".py")
-        ]
+        modules = [_django_module(file) for file in files if file.startswith("tests/") and file.endswith(".py")]
         command = "python tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1"
         return f"{LOCALE}; {shlex.join([*command.split(), *modules])}" if modules else None
     if row["repo"] == "sympy/sympy":
         return shlex.join(["bin/test", "-C", "--verbose", *files]) if files else None
     return _with_files(f"{LOCALE}; {PYTEST}", row)
+
+
+def _django_module(file: str) -> str:
+    """Returns the name by which Django's `runtests.py` knows a test file."""
+    return file.removeprefix("tests/").removesuffix(".py").replace("/", ".")
 
 
 def _of_rebench(row: Mapping[str, Any]) -> str | None:
@@ -168,7 +169,7 @@ def _of_swebench(rows: Sequence[Mapping[str, Any]], python: str) -> list[str | N
             commands.append(None)
             continue
         if row["repo"] == "django/django":
-            files = [re.sub(r"\.py$", "", file.removeprefix("tests/")).replace("/", ".") for file in files]
+            files = [_django_module(file) for file in files]
         command, preparing = spec
         commands.append("; ".join([*preparing, f"{command} {shlex.join(files)}"]))
     return commands
