@@ -6,7 +6,7 @@ finds the same class. A data row can only name registered environments: data nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -347,20 +347,20 @@ def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:
             key=key,
             value=path,
         )
-    if issubclass(cls, AgentEnv):
-        if cls.run is AgentEnv.run:
-            fix = "write `def run(self, endpoint, prompt)`, which runs the agent and grades it"
-            raise UserError(f"{attribute} has no run", key=key, value=path, fix=fix)
-    elif issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
-        raise UserError(
-            f"{attribute} has no step", key=key, value=path, fix="write `def step(self, action)`, which judges a turn"
-        )
-    if issubclass(cls, ToolEnv) and cls.step is ToolEnv.step and cls.judge is ToolEnv.judge:
-        raise UserError(
-            f"{attribute} has no judge",
-            key=key,
-            value=path,
-            fix="write `def judge(self, answer)`, the reward of an answer",
-        )
+    for base, form, purpose in _own_methods(cls):
+        name = form.partition("(")[0]
+        if getattr(cls, name) is getattr(base, name):
+            fix = f"write `def {form}`, {purpose}"
+            raise UserError(f"{attribute} has no {name}", key=key, value=path, fix=fix)
     calls.check(cls, key, path)
     return cls
+
+
+def _own_methods(cls: type) -> Iterator[tuple[type, str, str]]:
+    """Yields the methods that a class must override: base class, form of the method, purpose of the method."""
+    if issubclass(cls, AgentEnv):
+        yield AgentEnv, "run(self, endpoint, prompt)", "which runs the agent and grades it"
+    elif issubclass(cls, BaseTextEnv):
+        yield BaseTextEnv, "step(self, action)", "which judges a turn"
+    if issubclass(cls, ToolEnv) and cls.step is ToolEnv.step:
+        yield ToolEnv, "judge(self, answer)", "the reward of an answer"

@@ -8,9 +8,8 @@ import shlex
 import signal
 import sqlite3
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.sandbox import Sandbox, SandboxResult
@@ -34,11 +33,11 @@ START_S = 10.0
 class QueryResult:
     """Result of a query for the policy: the first rows as text, or an error."""
 
-    columns: list[str]
+    columns: list[str] = field(default_factory=list)
     """Names of the columns."""
-    rows: list[list[str]]
+    rows: list[list[str]] = field(default_factory=list)
     """First rows, as text."""
-    count: int
+    count: int = 0
     """Number of all rows."""
     error: str | None = None
     """Reason for a missing result."""
@@ -84,7 +83,7 @@ class Database:
             InfrastructureFault: The sandbox cannot start, or was killed from outside.
             UserError: The machine lacks a required confinement.
         """
-        return _table(self._run([sql], seconds)[0][0])
+        return self._run([sql], seconds)[0][0]
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, QueryResult, QueryResult]:
         """Runs two queries, and compares the results.
@@ -102,9 +101,9 @@ class Database:
             UserError: The machine lacks a required confinement.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
-        return reason, _table(ours), _table(theirs)
+        return reason, ours, theirs
 
-    def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
+    def _run(self, queries: list[str], seconds: float) -> tuple[list[QueryResult], str | None]:
         """Returns the result of each query, and the reason why two results differ."""
         file = str(self.file.resolve())
         request = {
@@ -138,13 +137,7 @@ class Database:
         )
         cause = ERROR_OF_STATUS.get(outcome.status, cause)
         failures = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
-        return [*results, *failures][: len(queries)], reason
-
-
-def _table(result: dict[str, Any]) -> QueryResult:
-    if "error" in result:
-        return QueryResult([], [], 0, result["error"])
-    return QueryResult(result["columns"], result["rows"], result["count"])
+        return [QueryResult(**result) for result in [*results, *failures][: len(queries)]], reason
 
 
 def refuse_unmerged(file: Path) -> None:
