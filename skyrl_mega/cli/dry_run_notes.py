@@ -27,6 +27,7 @@ from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.precision import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
 from skyrl_mega.models import engine, megatron
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.models.quantization import BLOCK
@@ -270,7 +271,7 @@ def _relief_text(reliefs: list[Relief]) -> str:
 def _on_fp8_blocks(config: Config, decoder: Decoder) -> Iterator[str]:
     if (part := engine_blocks.partial_block(config, decoder)) is None:
         return
-    rollout, cut = config.rollout, engine_blocks.engine_cut(config.rollout)
+    rollout, cut = config.rollout, EngineCut.of(config.rollout)
     fixes = {"rollout.tensor=": engine.whole_sizes(decoder, cut, online=True)}
     if (
         not expert_parallel(rollout)

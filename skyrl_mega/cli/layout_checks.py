@@ -23,12 +23,12 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, fp8_blocks
-from skyrl_mega.planner.engine_blocks import engine_cut
 from skyrl_mega.planner.memory import critic_dims
 
 CPU_EXPERT_COLUMNS = 32
@@ -117,7 +117,7 @@ def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
 
 def _check_caches(config: Config, decoder: Decoder) -> None:
     """Refuses `CACHE_OPTIONS` for a model that has layers with sliding windows or states, which are planned as such."""
-    cut = engine_cut(config.rollout)
+    cut = EngineCut.of(config.rollout)
     bounded = any(block.kv_window() is not None or block.state_bytes(cut, 1) for block in decoder.blocks)
     for option in CACHE_OPTIONS:
         if bounded and config.rollout.options.get(option):
@@ -166,9 +166,8 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     """
     arguments.check(config.rollout.options)
     kind = architecture(hf)
-    cut = config.rollout.tensor, expert_parallel(config.rollout)
-    kind.check_engine(hf, *cut, data=engine_data(config.rollout))
-    decoder = kind.describe(hf)
+    decoder, cut = kind.describe(hf), EngineCut.of(config.rollout)
+    engine.check(decoder, cut)
     _check_overrides(config, hf)
     _check_caches(config, decoder)
     _check_all_to_all(config, decoder)
@@ -180,7 +179,7 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
         for block in decoder.blocks:
             block.check_cpu_engine(prefix, config.model.dtype)
     if fp8_parameters(config.rollout):
-        engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
+        engine.check_blocks(decoder, cut)
     if config.cluster.device == "cpu" and decoder.experts:
         pieces = 1 if expert_parallel(config.rollout) else engine_ranks(config.rollout)
         width = decoder.experts.width // pieces

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PAD, UNKNOWN, BOS, EOS = "<pad>", "<unk>", "<bos>", "<eos>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -44,39 +45,10 @@ CHAT_TEMPLATE = (
 def write_tokenizer(path: Path) -> None:
     """Writes the tokenizer, with chat template, into the existing directory `path`: tokenizer.json and
     tokenizer_config.json, over files of these names. Raises OSError if the directory is missing."""
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": VOCABULARY[token],
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token in SPECIAL
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": UNKNOWN,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": VOCABULARY,
-            "merges": [],
-        },
-    }
+    tokenizer = Tokenizer(models.BPE(VOCABULARY, [], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     config = {
         # Without the class, AutoTokenizer goes by config.json's model_type and loads an empty tokenizer of that model.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -88,5 +60,5 @@ def write_tokenizer(path: Path) -> None:
         "model_max_length": 1_000_000,
         "chat_template": CHAT_TEMPLATE,
     }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    (path / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1))

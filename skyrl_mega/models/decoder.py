@@ -6,7 +6,7 @@ A family (`families/`) reads the blocks from config.json. Everything specific to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -91,24 +91,9 @@ class Decoder:
         return sizes
 
     @property
-    def heads(self) -> int:
-        """Number of query heads of the first attention block; 0 without attention blocks."""
-        return self.facts.get("heads", 0)
-
-    @property
     def kv_heads(self) -> int:
         """Number of key and value heads; 0 for latent attention, and without attention blocks."""
         return self.facts.get("kv_heads", 0)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head; 0 for latent attention, and without attention blocks."""
-        return self.facts.get("head_dim", 0)
-
-    @property
-    def qkv_bias(self) -> bool:
-        """True if q, k and v use a bias."""
-        return bool(self.facts.get("qkv_bias"))
 
     @cached_property
     def experts(self) -> Experts | None:
@@ -126,6 +111,12 @@ class Decoder:
         end. Raises IndexError beyond the last layer."""
         return self.kinds[self.order[index]]
 
+    @property
+    def layer_blocks(self) -> Iterator[tuple[str, Block]]:
+        """Every block of every layer, in execution order, with the beginning of the layer's tensor names, such as
+        `model.layers.3`."""
+        return ((f"{MODEL}.layers.{index}", block) for index in range(self.layers) for block in self.layer(index))
+
     @cached_property
     def float32_tensors(self) -> frozenset[str]:
         """Hugging Face names of the tensors that stay in float32 in a model of any dtype."""
@@ -134,30 +125,24 @@ class Decoder:
     @cached_property
     def float32_parameters(self) -> frozenset[str]:
         """vLLM's names of `float32_tensors`, each a parameter of its own."""
-        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
-        return frozenset(name for index, block in layers for name in block.float32_tensors(f"{MODEL}.layers.{index}"))
+        return frozenset(name for source, block in self.layer_blocks for name in block.float32_tensors(source))
 
     @cached_property
     def frozen_tensors(self) -> frozenset[str]:
         """Hugging Face names of the tensors among `float32_tensors` that are never trained."""
-        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
-        names = (name for index, block in layers for name in block.frozen_tensors(f"model.layers.{index}"))
+        names = (name for source, block in self.layer_blocks for name in block.frozen_tensors(source))
         return frozenset(map(self.on_disk, names))
 
     @cached_property
     def disk_forms(self) -> dict[str, DiskForm]:
         """Hugging Face name → order of axes on disk, of the tensors with another order in `huggingface.tensors`."""
-        forms: dict[str, DiskForm] = {}
-        for index in range(self.layers):
-            for block in self.layer(index):
-                forms |= block.disk_forms(f"{MODEL}.layers.{index}")
-        return {self.on_disk(name): form for name, form in forms.items()}
+        forms = (form for source, block in self.layer_blocks for form in block.disk_forms(source).items())
+        return {self.on_disk(name): form for name, form in forms}
 
     @cached_property
     def engine_float32(self) -> frozenset[str]:
         """Names of the parameters that vLLM keeps in float32 in a model of any dtype."""
-        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
-        return frozenset(name for index, block in layers for name in block.engine_float32(f"model.layers.{index}"))
+        return frozenset(name for source, block in self.layer_blocks for name in block.engine_float32(source))
 
     def on_disk(self, name: str) -> str:
         """Returns the name on disk of a tensor that a block declares: with `prefix` instead of `MODEL`."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.blocks.base import EngineCut, indivisible
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.quantization import BLOCK
@@ -18,35 +18,26 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.box import Shard
 
 
-def check(
-    decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
-) -> None:
+def check(decoder: Decoder, cut: EngineCut, key: str = "rollout.tensor") -> None:
     """Raises an error if vLLM cannot split this model over the workers of an engine; stops at the first problem.
 
     Args:
         decoder: The model.
-        tensor: Tensor parallelism.
-        expert_parallel: True if whole experts are distributed over the workers.
-        key: The setting, for errors.
-        data: Data-parallel replicas inside the engine, over which experts are distributed.
+        cut: The division of an engine.
+        key: The setting of the tensor parallelism, for errors.
 
     Raises:
         UserError: vLLM cannot split the model so; names `key`, the value and the allowed values. Or vLLM does not
             support the model at all, such as its tied embedding; names config.json.
     """
-    cut = EngineCut(tensor, expert_parallel, data)
     for block in decoder.parts:
         block.check_engine(cut, key)
     for name, total in (each for block in (*decoder.blocks, decoder.embedding) for each in block.engine_cuts(cut)):
-        if total % tensor:
-            raise UserError(
-                f"{tensor} does not divide the model's {total} {name}; choose a divisor of {total}", key=key
-            )
+        if total % cut.tensor:
+            raise indivisible(f"{cut.tensor} does not divide", total, name, key)
 
 
-def check_blocks(
-    decoder: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1
-) -> None:
+def check_blocks(decoder: Decoder, cut: EngineCut, key: str = "rollout.tensor") -> None:
     """Raises an error if a division of an engine cuts through a scaled block of an FP8 checkpoint's parameters.
 
     Otherwise vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any wire.
@@ -55,13 +46,13 @@ def check_blocks(
     Raises:
         UserError: The division cuts through a block; names `key`, the value and the allowed values.
     """
-    misaligned = cut_blocks(decoder, EngineCut(tensor, expert_parallel, data))
+    misaligned = cut_blocks(decoder, cut)
     if misaligned is None:
         return
-    allowed = whole_sizes(decoder, EngineCut(tensor, expert_parallel, data))
+    allowed = whole_sizes(decoder, cut)
     allows = f"{key} {', '.join(map(str, allowed))}" if allowed else f"no {key} with this model"
     raise UserError(
-        f"{tensor} leaves {misaligned} to a worker, and engines with the parameters of an FP8 "
+        f"{cut.tensor} leaves {misaligned} to a worker, and engines with the parameters of an FP8 "
         f"checkpoint (rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}"
         f"; allowed is {allows}, or rollout.options.quantization=fp8_per_block without "
         "hf_overrides",
@@ -80,11 +71,12 @@ def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[
     """
     sizes = []
     for size in range(1, decoder.hidden + 1):
+        sized = replace(cut, tensor=size)
         try:
-            check(decoder, size, cut.expert_parallel, data=cut.data)
+            check(decoder, sized)
         except UserError:
             continue
-        if cut_blocks(decoder, replace(cut, tensor=size), online) is None:
+        if cut_blocks(decoder, sized, online) is None:
             sizes.append(size)
     return sizes
 
@@ -103,33 +95,22 @@ def cut_blocks(decoder: Decoder, cut: EngineCut, online: bool = False) -> str | 
     return next((f"{size} {name}" for name, size in parts if size % BLOCK), None)
 
 
-def shard(
-    decoder: Decoder,
-    tensor: int,
-    rank: int,
-    expert_parallel: bool = False,
-    data: int = 1,
-    tensors: dict[str, tuple[int, ...]] | None = None,
-) -> Shard:
+def shard(decoder: Decoder, cut: EngineCut, rank: int, tensors: dict[str, tuple[int, ...]] | None = None) -> Shard:
     """Returns the load-time parameters of worker `rank` of an engine by vLLM's names, and the pieces to fill them.
     `check` must have accepted the division, which is not checked again.
 
     Args:
         decoder: The model.
-        tensor: Tensor parallelism.
-        rank: Number of the worker, from 0 to `tensor` · `data` - 1.
-        expert_parallel: True if whole experts are distributed over the workers.
-        data: Data-parallel replicas inside the engine.
+        cut: The division of the engine.
+        rank: Number of the worker, from 0 to `cut.workers` - 1.
         tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.
 
     Raises:
         ValueError: The decoder is a critic.
     """
     builder = ShardBuilder(tensors or huggingface.tensors(decoder), decoder.on_disk)
-    cut = EngineCut(tensor, expert_parallel, data)
     decoder.embedding.engine_pieces(builder, cut, rank, "model")
-    for index in range(decoder.layers):
-        for block in decoder.layer(index):
-            block.engine_pieces(builder, cut, rank, f"model.layers.{index}")
+    for source, block in decoder.layer_blocks:
+        block.engine_pieces(builder, cut, rank, source)
     decoder.head.engine_pieces(builder, cut, rank, "model")
     return builder.shard()

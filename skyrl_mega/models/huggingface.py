@@ -18,9 +18,8 @@ def tensors(decoder: Decoder) -> Tensors:
     order (`Decoder.disk_forms`). Linear weights are [out, in]; a tied head adds no tensor. Scales of a quantised
     checkpoint are not included."""
     shapes = decoder.embedding.hf_tensors("model")
-    for index in range(decoder.layers):
-        for block in decoder.layer(index):
-            shapes |= block.hf_tensors(f"model.layers.{index}")
+    for source, block in decoder.layer_blocks:
+        shapes |= block.hf_tensors(source)
     shapes |= decoder.head.hf_tensors("model")
     return {decoder.on_disk(name): shape for name, shape in shapes.items()}
 

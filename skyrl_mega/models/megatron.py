@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.base import Cut, LayerModules, MegatronPlace, MegatronSettings
+from skyrl_mega.models.blocks.base import Cut, LayerModules, MegatronPlace, MegatronSettings, indivisible
 from skyrl_mega.models.blocks.base import Spec as Spec
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.shard_builder import ShardBuilder
@@ -108,10 +108,7 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
     for cut in (cut for block in (*decoder.blocks, decoder.embedding, decoder.head) for cut in block.megatron_cuts()):
         size = getattr(parallel, cut.dimension)
         if cut.total % size:
-            raise UserError(
-                f"{size} does not divide the model's {cut.total} {cut.what}; choose a divisor of {cut.total}",
-                key=f"{key}.{cut.dimension}",
-            )
+            raise indivisible(f"{size} does not divide", cut.total, cut.what, f"{key}.{cut.dimension}")
         if cut.of_heads and parallel.by_heads:
             _check_heads(cut, parallel, key)
     _check_stages(decoder, parallel, key)

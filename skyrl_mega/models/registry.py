@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import engine, families, huggingface, megatron
-from skyrl_mega.models.blocks.base import MegatronSettings, Spec
+from skyrl_mega.models.blocks.base import EngineCut, MegatronSettings, Spec
 from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.config_json import Hf
 from skyrl_mega.models.decoder import Decoder
@@ -102,7 +102,7 @@ class Architecture:
         Raises:
             UserError: Names `key`, the value and the allowed values. Or config.json is not supported.
         """
-        engine.check(self.describe(hf), tensor, expert_parallel, key, data)
+        engine.check(self.describe(hf), EngineCut(tensor, expert_parallel, data), key)
 
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
         """Returns the parameters of policy rank `rank` and the pieces to fill them; names as in `megatron.shard`.
@@ -135,7 +135,7 @@ class Architecture:
             UserError: vLLM cannot split the model so, or config.json is not supported.
         """
         self.check_engine(hf, tensor, expert_parallel, data=data)
-        return engine.shard(self.describe(hf), tensor, rank, expert_parallel, data)
+        return engine.shard(self.describe(hf), EngineCut(tensor, expert_parallel, data), rank)
 
     def engine_layout(
         self, hf: Hf, tensor: int, engines: int = 1, expert_parallel: bool = False, data: int = 1
@@ -150,8 +150,8 @@ class Architecture:
         """
         self.check_engine(hf, tensor, expert_parallel, data=data)
         decoder, tensors = self.describe(hf), self.tensors(hf)
-        workers = range(tensor * data)
-        shards = tuple(engine.shard(decoder, tensor, rank, expert_parallel, data, tensors) for rank in workers)
+        cut = EngineCut(tensor, expert_parallel, data)
+        shards = tuple(engine.shard(decoder, cut, rank, tensors) for rank in range(cut.workers))
         return Layout(tensors, shards * engines)
 
 

@@ -71,6 +71,16 @@ class ShardBuilder:
         unknown `tensor`."""
         self.rows(self.param(param, *self._tensors[self._on_disk(tensor)]), 0, tensor)
 
+    def row_part(self, param: str, tensor: str, start: int, count: int) -> None:
+        """Declares a new local parameter, filled by rows `start … start + count - 1` of the tensor. Raises KeyError for
+        an unknown `tensor`."""
+        self.rows(self.param(param, count, *self._tensors[self._on_disk(tensor)][1:]), 0, tensor, start, count)
+
+    def column_part(self, param: str, tensor: str, start: int, count: int) -> None:
+        """Declares a new local parameter, filled by columns `start … start + count - 1` of a matrix. Raises KeyError
+        for an unknown `tensor`."""
+        self.columns(self.param(param, self._tensors[self._on_disk(tensor)][0], count), tensor, start, count)
+
     def _box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Box:
         """Returns the box; equal boxes share an object, since thousands of experts are cut alike."""
         box = Box(start, shape)

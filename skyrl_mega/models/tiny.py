@@ -34,6 +34,8 @@ KEYS = {
     "max_length": "max_position_embeddings",
 }
 """Setting of `model.build` → key of config.json."""
+EXPERT_SIZES = ("experts", "experts_per_token", "expert_ffn")
+"""Settings of `model.build` that a dense model does not have."""
 
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
@@ -52,19 +54,11 @@ def hf_config(config: BuildConfig) -> dict[str, Any]:
     family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
         "architectures": [family.transformers_class],
-        "model_type": config.architecture,
+        **{key: getattr(config, name) for name, key in KEYS.items() if family.small or name not in EXPERT_SIZES},
         "vocab_size": len(VOCABULARY),
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_length,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": config.tied,
         "attention_bias": False,
         "initializer_range": 0.02,
         "pad_token_id": VOCABULARY[PAD],
@@ -74,14 +68,7 @@ def hf_config(config: BuildConfig) -> dict[str, Any]:
         "use_cache": True,
     }
     if family.small:
-        hf = family.small(
-            hf
-            | {
-                "num_experts": config.experts,
-                "num_experts_per_tok": config.experts_per_token,
-                "moe_intermediate_size": config.expert_ffn,
-            }
-        )
+        hf = family.small(hf)
     if config.architecture == "qwen2":
         del hf["attention_bias"]  # a Qwen2 always has the bias of q, k and v
     return hf

@@ -7,6 +7,7 @@ grid tp × cp × dp × pp; experts use the same ranks as etp × ep × edp × pp.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from math import prod
 from typing import NamedTuple
 
 from skyrl_mega.common.errors import UserError
@@ -51,22 +52,16 @@ class ParallelDims:
 
     def __post_init__(self, key: str) -> None:
         ranks = f"{key.removesuffix('.layout')}.ranks"
-        dense = self.tensor * self.pipeline * self.context
-        if self.ranks % dense:
-            raise UserError(
-                f"tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = "
-                f"{dense} does not divide the {self.ranks} ranks"
-                f"; give {ranks} as a multiple of {dense}",
-                key=key,
-            )
-        experts = self.expert_tensor * self.expert * self.pipeline
-        if self.ranks % experts:
-            raise UserError(
-                f"expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline "
-                f"{self.pipeline} = {experts} does not divide the {self.ranks} ranks"
-                f"; give {ranks} as a multiple of {experts}",
-                key=key,
-            )
+        for names in (("tensor", "pipeline", "context"), ("expert", "expert_tensor", "pipeline")):
+            sizes = {name: getattr(self, name) for name in names}
+            product = prod(sizes.values())
+            if self.ranks % product:
+                factors = " × ".join(f"{name} {size}" for name, size in sizes.items())
+                raise UserError(
+                    f"{factors} = {product} does not divide the {self.ranks} ranks; give {ranks} as a multiple of "
+                    f"{product}",
+                    key=key,
+                )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise UserError(
                 f"{self.virtual_pipeline} needs {key}.pipeline of at least 2; raise it, or give 1",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from skyrl_mega.config.derived import engine_ranks, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
@@ -48,11 +47,8 @@ def reads(config: Config, decoder: Decoder) -> Reads:
     """Returns the bytes read by a worker of the configured engines while decoding. Weights of draft tokens are not
     included."""
     rollout = config.rollout
-    data = engine_ranks(rollout) // rollout.tensor
     size = linear_itemsize(config)  # experts consist of linear layers
-    sparse = tuple(
-        (n * size, part) for n, part in _sparse(decoder, EngineCut(rollout.tensor, expert_parallel(rollout), data))
-    )
+    sparse = tuple((n * size, part) for n, part in _sparse(decoder, EngineCut.of(rollout)))
     plain = engine_bytes(config, decoder) - sum(n for n, _ in sparse)
     per_token = kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config))
     state = state_bytes(config, decoder)

@@ -3,17 +3,11 @@ blocks."""
 
 from __future__ import annotations
 
-from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, fp8_weights
-from skyrl_mega.config.schema import Config, RolloutConfig
+from skyrl_mega.config.derived import fp8_parameters, fp8_weights
+from skyrl_mega.config.schema import Config
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
-
-
-def engine_cut(rollout: RolloutConfig) -> EngineCut:
-    """Returns the division of the model over an engine's workers: tensor parallelism, expert parallelism and number of
-    data-parallel replicas."""
-    return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
 
 def partial_block(config: Config, decoder: Decoder) -> str | None:
@@ -29,4 +23,4 @@ def partial_block(config: Config, decoder: Decoder) -> str | None:
     compared = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
     if not compared or not fp8_weights(rollout) or fp8_parameters(rollout):
         return None
-    return engine.cut_blocks(decoder, engine_cut(rollout), online=True)
+    return engine.cut_blocks(decoder, EngineCut.of(rollout), online=True)

@@ -11,10 +11,11 @@ import numpy as np
 
 from skyrl_mega.cluster.run_placement import plan_placement, pool_nodes_needed
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, has_critic
+from skyrl_mega.config.derived import expert_parallel, fp8_parameters, has_critic
 from skyrl_mega.config.pools import engine_cluster, engine_view
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.engine import check, check_blocks
 from skyrl_mega.parallel.dims import ParallelDims
@@ -182,11 +183,11 @@ def _expert_options(config: Config, decoder: Decoder, tensor: int, data: int) ->
 
 def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
     """Returns the engines with all fractions that leave room for the model and a sequence; None if no fraction does."""
-    sizes, data = (config.rollout.tensor, expert_parallel(config.rollout)), engine_data(config.rollout)
+    cut = EngineCut.of(config.rollout)
     try:
-        check(decoder, *sizes, data=data)
+        check(decoder, cut)
         if fp8_parameters(config.rollout):
-            check_blocks(decoder, *sizes, data=data)
+            check_blocks(decoder, cut)
     except UserError:
         return None
     step, is_shared = batch(config, ParallelDims()), config.cluster.shared

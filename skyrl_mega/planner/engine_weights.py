@@ -13,8 +13,6 @@ from math import prod
 
 from skyrl_mega.common import limits
 from skyrl_mega.config.derived import (
-    engine_data,
-    expert_parallel,
     fp8_parameters,
     fp8_weights,
     length_limit,
@@ -86,9 +84,9 @@ def staged_bytes(config: Config, decoder: Decoder) -> int:
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0
-    cut = (rollout.tensor, 0, expert_parallel(rollout), engine_data(rollout))
+    cut = EngineCut.of(rollout)
     models = map(decoder.of_one_layer, decoder.kinds)
-    layers = (_elements(engine.shard(layer, *cut), layer.engine_float32, layers=True) for layer in models)
+    layers = (_elements(engine.shard(layer, cut, 0), layer.engine_float32, layers=True) for layer in models)
     return max(layer.linear for layer in layers) * limits.itemsize(config.model.dtype)
 
 
@@ -154,7 +152,7 @@ def state_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of one state of a sequence in an engine worker, over all layers: of convolutions and recurrent
     layers, the same for every length. 0 for a model with attention only."""
     rollout = config.rollout
-    cut = EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
+    cut = EngineCut.of(rollout)
     size, drafts = limits.itemsize(config.model.dtype), draft_tokens(rollout)
     return sum(count * block.state_bytes(cut, size, drafts) for kind, count in decoder.layer_counts() for block in kind)
 
@@ -182,27 +180,24 @@ def prefix_caching(config: Config) -> bool:
 
 
 @lru_cache(maxsize=256)
-def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
+def engine_elements(decoder: Decoder, cut: EngineCut, worker: int) -> Elements:
     """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`.
 
     Args:
         decoder: The model.
-        tensor: Tensor parallelism.
-        data: Data-parallel replicas inside the engine.
-        experts_dealt: True if whole experts are distributed over the workers.
+        cut: Division of the model over the engine's workers.
         worker: Number of the worker in the engine, from 0.
     """
     total = Elements()
     for kind, count in decoder.layer_counts():
         layer = decoder.of_one_layer(kind)
-        shard = engine.shard(layer, tensor, worker, experts_dealt, data)
+        shard = engine.shard(layer, cut, worker)
         total += _elements(shard, layer.engine_float32, layers=True) * count
     return total + _elements(shard, frozenset(), layers=False)
 
 
 def _worker_elements(config: Config, decoder: Decoder, worker: int) -> Elements:
-    rollout = config.rollout
-    return engine_elements(decoder, rollout.tensor, engine_data(rollout), expert_parallel(rollout), worker)
+    return engine_elements(decoder, EngineCut.of(config.rollout), worker)
 
 
 def _elements(shard: Shard, float32: frozenset[str], layers: bool) -> Elements:

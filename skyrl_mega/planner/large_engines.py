@@ -9,6 +9,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel
 from skyrl_mega.config.pools import engine_view
 from skyrl_mega.config.schema import Config
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.engine import check
 from skyrl_mega.planner.engine_search import SEVERAL_NODES, several_nodes
@@ -45,10 +46,10 @@ def without_engine(config: Config, decoder: Decoder) -> UserError | None:
 
 def _weights_inside_a_node(config: Config, decoder: Decoder) -> Iterator[int]:
     """Yields the weights of a worker in bytes, for every size of an engine inside a node."""
-    data = engine_data(config.rollout)
-    for tensor in range(1, config.cluster.gpus_per_node // data + 1):
+    cut = EngineCut.of(config.rollout)
+    for tensor in range(1, config.cluster.gpus_per_node // cut.data + 1):
         try:
-            check(decoder, tensor, expert_parallel(config.rollout), data=data)
+            check(decoder, replace(cut, tensor=tensor))
         except UserError:
             continue
         yield engine_bytes(replace(config, rollout=replace(config.rollout, tensor=tensor)), decoder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_mega.config.derived import engine_data, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut, share
 from skyrl_mega.models.decoder import Decoder
@@ -38,7 +37,7 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row (name of the column → value) for each worker of an engine, for the table of a dry run; all engines
     are alike. The columns are `worker`, and inclusive ranges (`0-7`) of the worker's layers, heads and experts."""
-    cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
+    cut = EngineCut.of(config.rollout)
     rows = []
     for worker in range(cut.workers):
         row = {"worker": worker, "layers": f"0-{decoder.layers - 1}"}

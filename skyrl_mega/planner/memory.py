@@ -19,8 +19,6 @@ from skyrl_mega.config.derived import (
     critic_model,
     critic_ranks,
     eager,
-    engine_data,
-    expert_parallel,
     fused,
     has_critic,
     length_limit,
@@ -201,11 +199,10 @@ def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMe
         UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
     rollout, size = config.rollout, itemsize(config)
-    data = engine_data(rollout)
     draft_weights, draft_cache = draft_bytes(config, decoder)
     weights = engine_bytes(config, decoder, worker) + draft_weights
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
-    cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
+    cut = EngineCut.of(rollout)
     width = 4 * decoder.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in decoder.kinds)
     working = prefill * width * size + sampling_bytes(config, decoder)
     make = partial(

@@ -78,7 +78,7 @@ def test_attention_is_every_pair_of_a_token_and_one_not_after_it(window: int | N
 def one_token(decoder: Decoder, at: int, window: int | None) -> int:
     """Returns the operations counted by torch for the token at position `at` in a layer with this window."""
     first = 0 if window is None else max(0, at - window + 1)
-    q, k, v = torch.randn(3, decoder.heads, at + 1, decoder.head_dim)
+    q, k, v = torch.randn(3, decoder.facts["heads"], at + 1, decoder.facts["head_dim"])
     with FlopCounterMode(display=False) as counter:
         shares = torch.bmm(q[:, at:], k[:, first:].transpose(1, 2)).softmax(-1)
         torch.bmm(shares, v[:, first:])

@@ -82,7 +82,7 @@ def ours(decoder: Decoder) -> dict[str, Any]:
     experts = decoder.experts
     return {
         "kv_heads": decoder.kv_heads,
-        "head_dim": decoder.head_dim,
+        "head_dim": decoder.facts.get("head_dim", 0),
         "max_length": decoder.max_length,
         "eps": decoder.norm_eps,
         "tied": decoder.tied,

@@ -139,7 +139,7 @@ def test_its_memory() -> None:
     copies = dict(zip(shard.params, chunk.copies.tolist(), strict=True))
     assert copies["0.decoder.layers.0.mlp.norm.weight"] == 2 and copies["0.decoder.layers.0.mlp.fc1.weight"] == 1
     worker = architecture(HF).engine_shard(HF, 2, 1)
-    assert engine_elements(decoder, 2, 1, False, 1).all == sum(map(prod, worker.params.values()))
+    assert engine_elements(decoder, EngineCut(2), 1).all == sum(map(prod, worker.params.values()))
     row = LongestRow(tokens=128, count=1)
     saved = activations(decoder, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
     more = activations(decoder, ParallelDims(), 0, LongestRow(256, 1), 2, recompute="none", logit_chunk=64).train

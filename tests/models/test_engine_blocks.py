@@ -89,7 +89,7 @@ def test_replicas_hold_whole_shared_experts_where_vllm_keeps_them_so(
     assert layer.experts and layer.experts.shared
     shared, parts = layer.experts.shared, 1 if whole and data > 1 and experts else 8
     width, prefix = shared.width // parts, f"model.layers.0.{shared.name}"
-    shard = engine.shard(layer, 8, 5, experts, data)
+    shard = engine.shard(layer, EngineCut(8, experts, data), 5)
     assert shard.params[f"{prefix}.gate_up_proj.weight"] == (2 * width, layer.hidden)
     assert shard.params[f"{prefix}.down_proj.weight"] == (layer.hidden, width)
     pieces = {piece.tensor.split(".")[-2]: piece.box for piece in shard.pieces if f".{shared.name}." in piece.tensor}

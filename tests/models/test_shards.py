@@ -180,13 +180,13 @@ def test_megatron_definitions(model: str, tensor: int, spec: Any) -> None:
     )
     layout = arch.megatron_layout(hf, grid, spec)
     whole = global_tensors(layout.tensors)
-    groups, per, width = decoder.kv_heads, decoder.heads // decoder.kv_heads, decoder.head_dim
+    groups, per, width = decoder.kv_heads, decoder.facts["heads"] // decoder.kv_heads, decoder.facts["head_dim"]
     for rank, shard in enumerate(layout.shards):
         local = cut(shard, whole)
         tp = rank % tensor
         for i in range(decoder.layers):
             local_layer, hf_layer = f"0.decoder.layers.{i}", f"model.layers.{i}"
-            for kind in ["weight"] + ["bias"] * decoder.qkv_bias:
+            for kind in ["weight"] + ["bias"] * decoder.facts["qkv_bias"]:
                 q, k, v = (whole[f"{hf_layer}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 rest = q.shape[1:]
                 parts = [q.view(groups, per * width, *rest), k.view(groups, width, *rest), v.view(groups, width, *rest)]
@@ -229,10 +229,10 @@ def test_engine_definitions(model: str, tensor: int) -> None:
         local = cut(shard, whole)
         for i in range(decoder.layers):
             at = f"model.layers.{i}"
-            for kind in ["weight"] + ["bias"] * decoder.qkv_bias:
+            for kind in ["weight"] + ["bias"] * decoder.facts["qkv_bias"]:
                 q, k, v = (whole[f"{at}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 k, v = (
-                    t.view(decoder.kv_heads, decoder.head_dim, -1)
+                    t.view(decoder.kv_heads, decoder.facts["head_dim"], -1)
                     .repeat_interleave(copies, 0)
                     .reshape(-1, *t.shape[1:])
                     for t in (k, v)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.schema import Config
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
@@ -75,7 +76,9 @@ def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int
     arch = architecture(hf)
     for worker in (0, tensor * data - 1):
         params = arch.engine_shard(hf, tensor, worker, experts, data).params
-        assert engine_elements(arch.describe(hf), tensor, data, experts, worker).all == sum(map(prod, params.values()))
+        assert engine_elements(arch.describe(hf), EngineCut(tensor, experts, data), worker).all == sum(
+            map(prod, params.values())
+        )
 
 
 def test_a_frozen_router_is_frozen_with_its_bias() -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.derived import engine_data, expert_parallel
+from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.models.disk_form import DiskForm
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
@@ -129,6 +131,11 @@ class EngineCut:
     tensor: int
     expert_parallel: bool = False
     data: int = 1
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> EngineCut:
+        """Returns the division in the settings."""
+        return cls(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
     @property
     def workers(self) -> int:
@@ -395,6 +402,36 @@ def without_fp8(problem: str, key: str) -> UserError:
     """
     fix = "give policy.precision.recipe=model, weights.wire=auto and engines without quantization"
     return UserError(problem, key=key, fix=fix)
+
+
+def indivisible(by: str, total: int, what: str, key: str) -> UserError:
+    """Returns the error for a size that a setting does not divide.
+
+    Args:
+        by: Beginning of the sentence, such as `4 does not divide`.
+        total: The size, in units of `what`.
+        what: Plural noun of what `total` counts.
+        key: The setting.
+    """
+    return UserError(f"{by} the model's {total} {what}; choose a divisor of {total}", key=key)
+
+
+def check_cpu_width(what: str, key: str, width: int, allowed: Sequence[int]) -> None:
+    """Raises UserError if vLLM has no kernel of this width on a CPU; does nothing for a width in `allowed`.
+
+    Args:
+        what: Name of the layer.
+        key: The setting of the width.
+        width: Elements of a head, or of a latent vector.
+        allowed: The widths of vLLM's kernel.
+    """
+    if width not in allowed:
+        numbers = f"{'are' if len(allowed) > 1 else 'is'} {', '.join(map(str, allowed))}"
+        raise UserError(
+            f"vLLM has no {what} of this width on a CPU; allowed {numbers}, or cluster.device=cuda",
+            key=key,
+            value=width,
+        )
 
 
 def share(total: int, parts: int, index: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
@@ -17,6 +17,7 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    indivisible,
     share,
     without_fp8,
 )
@@ -100,7 +101,7 @@ class Experts(Block):
         engine_float32_router: bool = False,
         count: Sequence[str] = COUNT,
         width: str = "moe_intermediate_size",
-    ) -> Experts:
+    ) -> Self:
         """Returns the experts described by config.json.
 
         Args:
@@ -268,12 +269,8 @@ class Experts(Block):
         if cut.workers > self.count:
             raise UserError(f"{cut.workers} workers are above the model's {self.count} experts; lower it", key=key)
         if not cut.expert_parallel and self.width % cut.workers:
-            raise UserError(
-                f"{cut.workers} workers do not divide the model's {self.width} columns of an "
-                "expert (moe_intermediate_size)"
-                f"; choose a divisor of {self.width}",
-                key=key,
-            )
+            what = "columns of an expert (moe_intermediate_size)"
+            raise indivisible(f"{cut.workers} workers do not divide", self.width, what, key)
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}

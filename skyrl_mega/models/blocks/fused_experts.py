@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.models.blocks.base import Cut, EngineCut, MegatronPlace, MegatronSettings, Tensors, Work, without_fp8
+from skyrl_mega.models.blocks.base import (
+    Cut,
+    EngineCut,
+    MegatronPlace,
+    MegatronSettings,
+    Tensors,
+    Work,
+    indivisible,
+    without_fp8,
+)
 from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER, MEGATRON_ROUTER_BIAS, Experts
 from skyrl_mega.models.blocks.gated_mlp import NORM
 from skyrl_mega.models.blocks.routing import ExpertRouter
@@ -45,11 +54,11 @@ class FusedExperts(Experts):
         """
         require(hf, "swiglu_limit", LIMIT)
         require(hf, "swiglu_alpha", 1.702)
-        read = Experts.read(hf, ExpertRouter("softmax", renormalize=True), count=("num_local_experts",), width=WIDTH)
+        experts = cls.read(hf, ExpertRouter("softmax", renormalize=True), count=("num_local_experts",), width=WIDTH)
         for key in ("hidden_size", WIDTH):
             if mxfp4(hf) and integer(hf, key) % MXFP4_BLOCK:
                 raise unsupported(hf, key, f"a multiple of {MXFP4_BLOCK} in MXFP4")
-        return cls(read.hidden, read.count, read.per_token, read.width, read.router)
+        return experts
 
     # --- Hugging Face ---
 
@@ -145,11 +154,8 @@ class FusedExperts(Experts):
     def check_engine(self, cut: EngineCut, key: str) -> None:
         super().check_engine(cut, key)
         if self.width % cut.workers:  # vLLM's class checks it also for whole experts
-            raise UserError(
-                f"{cut.workers} workers do not divide the model's {self.width} columns of an expert ({WIDTH})"
-                f"; choose a divisor of {self.width}",
-                key=key,
-            )
+            what = f"columns of an expert ({WIDTH})"
+            raise indivisible(f"{cut.workers} workers do not divide", self.width, what, key)
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Adds an engine worker's load-time parameters to `b`, with their pieces: the norm, the router and its bias,

@@ -24,6 +24,7 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    check_cpu_width,
     without_fp8,
 )
 from skyrl_mega.models.blocks.gqa import NORM
@@ -37,8 +38,8 @@ SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Projections with the rows of all heads of a part together: queries, keys and values; gates; β; decay."""
 FLOAT32 = 4
 """Bytes of a float32 element."""
-CPU_WIDTH = 128
-"""Width of a head in vLLM on a CPU; 32 fails at the first token."""
+CPU_WIDTHS = (128,)
+"""Widths of a head in vLLM on a CPU; 32 fails at the first token."""
 CHUNK = 64
 """Tokens of a chunk, whose interactions a kernel computes at once."""
 
@@ -129,15 +130,16 @@ class GatedDeltaNet(Block):
             b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
         self._convolution(b, b.param(f"{prefix}.conv_weight", part.convolved, 1, part.window), source, part, tp)
         for name in ("dt_bias", "A_log"):
-            param = b.param(f"{prefix}.{name}", part.value_heads)
-            b.rows(param, 0, f"{source}.linear_attn.{name}", tp * part.value_heads, part.value_heads)
+            first = tp * part.value_heads
+            b.row_part(f"{prefix}.{name}", f"{source}.linear_attn.{name}", first, part.value_heads)
         b.whole(f"{prefix}.norm_weight", f"{source}.linear_attn.norm.weight")
         if place.spec == "te":
             b.whole(f"{prefix}.in_proj.layer_norm_weight", f"{source}.{NORM}")
         param = b.param(f"{prefix}.in_proj.weight", part.convolved + part.values + 2 * part.value_heads, self.hidden)
         for at, tensor, start, count in self._projection(source, part, tp):
             b.rows(param, at, tensor, start, count)
-        self._output(b, f"{prefix}.out_proj.weight", source, part, tp)
+        output = f"{source}.linear_attn.out_proj.weight"
+        b.column_part(f"{prefix}.out_proj.weight", output, tp * part.values, part.values)
 
     def _convolution(self, b: ShardBuilder, param: str, source: str, part: DeltaNetSizes, rank: int) -> None:
         """Fills a rank's or worker's convolution: the channels of its queries, keys and values."""
@@ -145,11 +147,6 @@ class GatedDeltaNet(Block):
         for rows, all_rows in ((part.keys, self.sizes.keys), (part.keys, self.sizes.keys), (part.values, 0)):
             b.rows(param, at, f"{source}.linear_attn.conv1d.weight", first + rank * rows, rows)
             at, first = at + rows, first + all_rows
-
-    def _output(self, b: ShardBuilder, name: str, source: str, part: DeltaNetSizes, rank: int) -> None:
-        """Adds a rank's or worker's columns of the output projection."""
-        param = b.param(name, self.hidden, part.values)
-        b.columns(param, f"{source}.linear_attn.out_proj.weight", rank * part.values, part.values)
 
     def _projection(self, source: str, part: DeltaNetSizes, rank: int) -> Iterator[tuple[int, str, int, int]]:
         """Yields the pieces of in_proj: first row in the parameter, tensor, first row in the tensor, rows."""
@@ -175,17 +172,8 @@ class GatedDeltaNet(Block):
         return (("key heads of the gated delta net", self.sizes.key_heads),)
 
     def check_cpu_engine(self, prefix: str, dtype: str) -> None:
-        for key, value in (
-            ("linear_key_head_dim", self.sizes.key_width),
-            ("linear_value_head_dim", self.sizes.value_width),
-        ):
-            if value != CPU_WIDTH:
-                raise UserError(
-                    "vLLM has no gated delta net of this width on a CPU; allowed is "
-                    f"{CPU_WIDTH}, or cluster.device=cuda",
-                    key=f"{prefix}{key}",
-                    value=value,
-                )
+        check_cpu_width("gated delta net", f"{prefix}linear_key_head_dim", self.sizes.key_width, CPU_WIDTHS)
+        check_cpu_width("gated delta net", f"{prefix}linear_value_head_dim", self.sizes.value_width, CPU_WIDTHS)
         if dtype != "bfloat16":
             raise UserError(
                 "vLLM computes gated delta nets on a CPU in bfloat16 only; give bfloat16, or cluster.device=cuda",
@@ -202,8 +190,7 @@ class GatedDeltaNet(Block):
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         self._convolution(b, b.param(f"{prefix}.conv1d.weight", part.convolved, 1, part.window), source, part, rank)
         for name in ("dt_bias", "A_log"):
-            param = b.param(f"{prefix}.{name}", part.value_heads)
-            b.rows(param, 0, f"{prefix}.{name}", rank * part.value_heads, part.value_heads)
+            b.row_part(f"{prefix}.{name}", f"{prefix}.{name}", rank * part.value_heads, part.value_heads)
         first = part.convolved + part.values
         qkvz = b.param(f"{prefix}.in_proj_qkvz.weight", first, self.hidden)
         ba = b.param(f"{prefix}.in_proj_ba.weight", 2 * part.value_heads, self.hidden)
@@ -214,7 +201,8 @@ class GatedDeltaNet(Block):
             b.rows(qkvz, 0, qkvz, rank * first, first)
             b.rows(ba, 0, ba, rank * 2 * part.value_heads, 2 * part.value_heads)
         b.whole(f"{prefix}.norm.weight", f"{prefix}.norm.weight")
-        self._output(b, f"{prefix}.out_proj.weight", source, part, rank)
+        output = f"{prefix}.out_proj.weight"
+        b.column_part(output, output, rank * part.values, part.values)
 
     def flops(self) -> TokenFlops:
         """Returns a token's operations in the forward pass, the sum over all ranks: the projections, the convolution,

@@ -22,6 +22,7 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    check_cpu_width,
     exchanged,
     share,
     without_fp8,
@@ -185,10 +186,8 @@ class GroupedQueryAttention(Block):
             b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
         if self.sinks:
             heads = self.heads // size
-            sinks = b.param(f"{megatron_prefix}.core_attention.softmax_offset", heads)
-            b.rows(sinks, 0, f"{hf_prefix}.sinks", tp * heads, heads)
-        param = b.param(f"{megatron_prefix}.linear_proj.weight", self.hidden, columns)
-        b.columns(param, f"{hf_prefix}.o_proj.weight", tp * columns, columns)
+            b.row_part(f"{megatron_prefix}.core_attention.softmax_offset", f"{hf_prefix}.sinks", tp * heads, heads)
+        b.column_part(f"{megatron_prefix}.linear_proj.weight", f"{hf_prefix}.o_proj.weight", tp * columns, columns)
         if self.output_bias:
             b.whole(f"{megatron_prefix}.linear_proj.bias", f"{hf_prefix}.o_proj.bias")
         if place.spec == "te":
@@ -239,13 +238,7 @@ class GroupedQueryAttention(Block):
             )
 
     def check_cpu_engine(self, prefix: str, dtype: str) -> None:
-        if self.head_dim not in CPU_HEADS:
-            raise UserError(
-                "vLLM has no attention of this width on a CPU; allowed are "
-                f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda",
-                key=f"{prefix}head_dim",
-                value=self.head_dim,
-            )
+        check_cpu_width("attention", f"{prefix}head_dim", self.head_dim, CPU_HEADS)
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         return {
@@ -262,7 +255,7 @@ class GroupedQueryAttention(Block):
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         if self.sinks:
             heads = self.heads // cut.tensor
-            b.rows(b.param(f"{target}.sinks", heads), 0, f"{prefix}.sinks", rank * heads, heads)
+            b.row_part(f"{target}.sinks", f"{prefix}.sinks", rank * heads, heads)
         q = self.heads // cut.tensor * self.head_dim
         kv = max(1, self.kv_heads // cut.tensor) * self.head_dim
         kv_start = rank * kv if self.kv_heads >= cut.tensor else rank // (cut.tensor // self.kv_heads) * kv
@@ -272,12 +265,12 @@ class GroupedQueryAttention(Block):
             b.rows(fused, 0, f"{prefix}.q_proj.{kind}", rank * queries, queries)
             b.rows(fused, queries, f"{prefix}.k_proj.{kind}", kv_start, kv)
             b.rows(fused, queries + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
-        b.columns(b.param(f"{target}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
+        b.column_part(f"{target}.o_proj.weight", f"{prefix}.o_proj.weight", rank * q, q)
         if self.output_bias:
             b.whole(f"{target}.o_proj.bias", f"{prefix}.o_proj.bias")
         for name, start, rows in (("q_norm.weight", rank * q, q), ("k_norm.weight", kv_start, kv)):
             if self.qk_norm == "all_heads" and self.engine_norm_rows:
-                b.rows(b.param(f"{prefix}.{name}", rows), 0, f"{prefix}.{name}", start, rows)
+                b.row_part(f"{prefix}.{name}", f"{prefix}.{name}", start, rows)
             elif self.qk_norm != "none":
                 b.whole(f"{prefix}.{name}", f"{prefix}.{name}")
 

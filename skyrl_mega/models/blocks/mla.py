@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
     Block,
     Cut,
@@ -22,13 +21,14 @@ from skyrl_mega.models.blocks.base import (
     Tensors,
     TokenFlops,
     Work,
+    check_cpu_width,
     exchanged,
     share,
     without_fp8,
 )
 from skyrl_mega.models.blocks.gqa import NORM
-from skyrl_mega.models.blocks.rope import ROPE_THETA, Yarn
-from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
+from skyrl_mega.models.blocks.rope import Yarn, read_scaling
+from skyrl_mega.models.config_json import Hf, integer, require, unsupported
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -54,15 +54,9 @@ class LatentRope:
             UserError: The scaling is neither none nor YaRN or no mapping, a value of YaRN is missing or not supported,
                 the base is no positive number, or only a part of a head is rotated.
         """
-        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-        values = hf.get(key) or {}
-        if not isinstance(values, Mapping):
-            raise unsupported(hf, key, "a mapping")
-        bases = [keys for keys in (values, hf) if "rope_theta" in keys]
-        base = number(bases[0], "rope_theta") if bases else ROPE_THETA
+        key, values, base, kind = read_scaling(hf)
         for keys in (values, hf):
             require(keys, "partial_rotary_factor", 1.0)
-        kind = values.get("rope_type", values.get("type", "default"))
         if kind not in ("default", *YARN):
             raise unsupported(hf, key, "rope_type default or yarn for this model_type")
         return cls(base, Yarn.read(hf, key) if kind in YARN else None)
@@ -171,27 +165,26 @@ class LatentAttention(Block):
         rank, tensor, te = place.coords.tp, place.parallel.tensor, place.spec == "te"
         hf, target_prefix = f"{source}.self_attn", f"{target}.self_attention"
 
-        def by_heads(name: str, tensor_name: str, width: int, columns: int) -> None:
+        def by_heads(name: str, tensor_name: str, width: int) -> None:
             rows = self.heads * width // tensor
-            b.rows(b.param(f"{target_prefix}.{name}.weight", rows, columns), 0, tensor_name, rank * rows, rows)
+            b.row_part(f"{target_prefix}.{name}.weight", f"{hf}.{tensor_name}.weight", rank * rows, rows)
 
         b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
         values = self.heads * self.value // tensor
-        output = b.param(f"{target_prefix}.linear_proj.weight", self.hidden, values)
-        b.columns(output, f"{hf}.o_proj.weight", rank * values, values)
+        b.column_part(f"{target_prefix}.linear_proj.weight", f"{hf}.o_proj.weight", rank * values, values)
         norms = []
         if self.query_rank is None:
-            by_heads("linear_q_proj", f"{hf}.q_proj.weight", self.query, self.hidden)
+            by_heads("linear_q_proj", "q_proj", self.query)
         else:
             b.whole(f"{target_prefix}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight")
             if te:
                 b.whole(f"{target_prefix}.linear_q_up_proj.layer_norm_weight", f"{hf}.q_a_layernorm.weight")
-            by_heads("linear_q_up_proj", f"{hf}.q_b_proj.weight", self.query, self.query_rank)
+            by_heads("linear_q_up_proj", "q_b_proj", self.query)
             norms.append(("q_layernorm", "q_a_layernorm"))
         b.whole(f"{target_prefix}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight")
         if te:
             b.whole(f"{target_prefix}.linear_kv_up_proj.layer_norm_weight", f"{hf}.kv_a_layernorm.weight")
-        by_heads("linear_kv_up_proj", f"{hf}.kv_b_proj.weight", self.plain + self.value, self.latent)
+        by_heads("linear_kv_up_proj", "kv_b_proj", self.plain + self.value)
         norms.append(("kv_layernorm", "kv_a_layernorm"))
         for name, tensor_name in () if te else norms:
             b.whole(f"{target_prefix}.{name}.weight", f"{hf}.{tensor_name}.weight")
@@ -200,16 +193,8 @@ class LatentAttention(Block):
         return (("attention heads", self.heads),)
 
     def check_cpu_engine(self, prefix: str, dtype: str) -> None:
-        for key, value, allowed in zip(
-            ("kv_lora_rank", "qk_rope_head_dim"), (self.latent, self.rotary), CPU_WIDTHS, strict=True
-        ):
-            if value != allowed:
-                raise UserError(
-                    "vLLM has no latent attention of this width on a CPU; allowed is "
-                    f"{allowed}, or cluster.device=cuda",
-                    key=f"{prefix}{key}",
-                    value=value,
-                )
+        check_cpu_width("latent attention", f"{prefix}kv_lora_rank", self.latent, CPU_WIDTHS[:1])
+        check_cpu_width("latent attention", f"{prefix}qk_rope_head_dim", self.rotary, CPU_WIDTHS[1:])
 
     def engine_arguments(self, device: str) -> Mapping[str, Any]:
         """Returns vLLM's arguments for correct results on a CPU: argument → value; {} on CUDA.
@@ -229,12 +214,12 @@ class LatentAttention(Block):
         rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
 
-        def by_heads(name: str, width: int, columns: int) -> None:
+        def by_heads(name: str, width: int) -> None:
             rows = self.heads * width // cut.tensor
-            b.rows(b.param(f"{prefix}.{name}", rows, columns), 0, f"{prefix}.{name}", rank * rows, rows)
+            b.row_part(f"{prefix}.{name}", f"{prefix}.{name}", rank * rows, rows)
 
         if self.query_rank is None:
-            by_heads("q_proj.weight", self.query, self.hidden)
+            by_heads("q_proj.weight", self.query)
             b.whole(f"{prefix}.kv_a_proj_with_mqa.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
         else:
             rows = self.query_rank + self.latent + self.rotary
@@ -242,12 +227,11 @@ class LatentAttention(Block):
             b.rows(fused, 0, f"{prefix}.q_a_proj.weight")
             b.rows(fused, self.query_rank, f"{prefix}.kv_a_proj_with_mqa.weight")
             b.whole(f"{prefix}.q_a_layernorm.weight", f"{prefix}.q_a_layernorm.weight")
-            by_heads("q_b_proj.weight", self.query, self.query_rank)
+            by_heads("q_b_proj.weight", self.query)
         b.whole(f"{prefix}.kv_a_layernorm.weight", f"{prefix}.kv_a_layernorm.weight")
-        by_heads("kv_b_proj.weight", self.plain + self.value, self.latent)
+        by_heads("kv_b_proj.weight", self.plain + self.value)
         values = self.heads * self.value // cut.tensor
-        output = b.param(f"{prefix}.o_proj.weight", self.hidden, values)
-        b.columns(output, f"{prefix}.o_proj.weight", rank * values, values)
+        b.column_part(f"{prefix}.o_proj.weight", f"{prefix}.o_proj.weight", rank * values, values)
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         return {"heads": share(self.heads, cut.tensor, worker % cut.tensor)}

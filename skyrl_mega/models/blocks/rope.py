@@ -12,6 +12,22 @@ ROPE_THETA = 10_000.0
 """Default base of rotary positions."""
 
 
+def read_scaling(hf: Hf) -> tuple[str, Mapping[str, Any], float, Any]:
+    """Returns the key with the description of the positions, `rope_parameters` (transformers 5) or `rope_scaling`
+    (before), the description ({} without one), the base, and the kind of scaling ("default" without one).
+
+    Raises:
+        UserError: The description is no mapping, or the base is no positive number.
+    """
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    values = hf.get(key) or {}
+    if not isinstance(values, Mapping):
+        raise unsupported(hf, key, "a mapping")
+    bases = [keys for keys in (values, hf) if "rope_theta" in keys]
+    base = number(bases[0], "rope_theta") if bases else ROPE_THETA
+    return key, values, base, values.get("rope_type", values.get("type", "default"))
+
+
 @dataclass(frozen=True)
 class Yarn:
     """YaRN's scaling of rotary positions (arXiv:2309.00071). Field names as in config.json."""
@@ -110,15 +126,9 @@ class Rope:
         Raises:
             UserError: The scaling or the fraction is not supported, or a value is no positive number.
         """
-        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-        values = hf.get(key) or {}
+        key, values, base, kind = read_scaling(hf)
         if hf.get("rope_scaling") not in (None, {}, values):
             raise unsupported(hf, "rope_scaling", "the value of rope_parameters, or no value beside it")
-        if not isinstance(values, Mapping):
-            raise unsupported(hf, key, "a mapping")
-        bases = [keys for keys in (values, hf) if "rope_theta" in keys]
-        base = number(bases[0], "rope_theta") if bases else ROPE_THETA
-        kind = values.get("rope_type", values.get("type", "default"))
         keys = values if "partial_rotary_factor" in values else {"partial_rotary_factor": part or 1.0, **hf}
         rotated = number(keys, "partial_rotary_factor")
         if rotated > 1 or (part is None and rotated != 1):
