@@ -6,7 +6,6 @@ and the scale of its files.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,12 @@ from typing import Any, Literal
 import torch
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.groups import groups
 from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, BoxEntry
 from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.hf_checkpoint.copied import Copied
-from skyrl_mega.hf_checkpoint.index import TensorEntry
-from skyrl_mega.hf_checkpoint.load import file_names, split
+from skyrl_mega.hf_checkpoint.index import TensorEntry, header_bytes
+from skyrl_mega.hf_checkpoint.load import file_names
 from skyrl_mega.hf_checkpoint.tensor_reader import TORCH_DTYPES
 from skyrl_mega.models.disk_form import DiskForm, disk_shapes
 from skyrl_mega.models.quantization import BLOCK, SCALE_SUFFIX
@@ -281,7 +281,7 @@ def _outputs(shapes: Mapping[str, tuple[int, ...]], types: Wire, fp8: Fp8Source)
 def _files(outputs: Mapping[str, Output], file_bytes: int, copied: int) -> tuple[OutputFile, ...]:
     """Returns the files of the model's tensors; `copied` more files are counted in the names."""
     sizes = {tensor: prod(shape) * dtype.itemsize for tensor, (shape, dtype) in outputs.items()}
-    file_tensors = list(split(sizes, file_bytes))
+    file_tensors = list(groups(sizes, sizes.__getitem__, file_bytes))
     files = []
     for name, tensors in zip(file_names(len(file_tensors) + copied), file_tensors, strict=False):
         # Whole pages first: a tensor of another size would shift all following tensors. Then wide types first: every
@@ -293,9 +293,7 @@ def _files(outputs: Mapping[str, Output], file_bytes: int, copied: int) -> tuple
         for tensor, begin, end in zip(tensors, begins, ends, strict=True):
             shape, dtype = outputs[tensor]
             entries[tensor] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % PAGE_BYTES)
-        header = len(text).to_bytes(8, "little") + text
+        header = header_bytes(entries, PAGE_BYTES)
         offsets = {tensor: len(header) + begin for tensor, begin in zip(tensors, begins, strict=True)}
         files.append(OutputFile(name, header, offsets, len(header) + ends[-1]))
     return tuple(files)

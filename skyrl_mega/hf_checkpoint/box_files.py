@@ -15,12 +15,11 @@ thread; no other host memory is needed except for the index.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, product
@@ -33,9 +32,11 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.groups import groups
 from skyrl_mega.common.safe_read import parse_json, writing
 from skyrl_mega.common.threads import in_threads
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_table
+from skyrl_mega.hf_checkpoint.index import header_bytes
 from skyrl_mega.parallel.box import Box
 
 MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
@@ -96,6 +97,10 @@ class BoxEntry:
         return f"{self.file}: {entry_name(self.tensor, self.box, self.kind)}"
 
 
+Wanted = tuple[BoxEntry, Box, Tensor | None]
+"""An entry, the box to read from it, and the local tensor of the box's shape; None only compares the checksum."""
+
+
 def entry_name(tensor: str, box: Box, kind: str) -> str:
     """Returns the name of a box in a file: `<tensor>[<start>:<end>,…].<kind>`.
 
@@ -129,16 +134,15 @@ def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
     ends = list(accumulate(part.values.numel() * part.values.dtype.itemsize for part in ordered))
     begins = [0, *ends[:-1]] if ends else []
     header = _header(ordered, begins, ends, [0] * len(ordered))
-    buffers = _buffers(ordered)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    buffers = _Buffers((part.box for part in ordered), (part.values for part in ordered))
+    with opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
 
         def write(at: int) -> int:
             part, place, crc = ordered[at], len(header) + begins[at], 0
             with buffers.borrow() as buffer:
-                for rows in _strips(part.box, part.values.dtype.itemsize):
-                    values = part.values[rows]
-                    staged = buffer.as_tensor(values.dtype, values.shape)
+                for strip in strips(part.box, part.values.dtype.itemsize):
+                    values = part.values[strip.inside(part.box)]
+                    staged = _start_of(buffer, values.dtype, values.shape)
                     staged.copy_(values)
                     data = bytes_of(staged)
                     crc = zlib.crc32(data, crc)
@@ -152,8 +156,6 @@ def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
         with writing(file):
             _pwrite(descriptor, memoryview(header), 0)
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return SavedFile(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))
 
 
@@ -163,9 +165,7 @@ def _header(parts: Sequence[LocalBox], begins: Sequence[int], ends: Sequence[int
     for part, begin, end in zip(parts, begins, ends, strict=True):
         code, shape = _CODES[part.values.dtype], list(part.values.shape)
         table[part.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes(table)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -231,13 +231,12 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
     by_tensor: dict[tuple[str, str], list[BoxEntry]] = defaultdict(list)
     for entry in entries:
         by_tensor[entry.tensor, entry.kind].append(entry)
-    by_file: dict[Path, list[tuple[BoxEntry, Box, Tensor]]] = defaultdict(list)
+    by_file: dict[Path, list[Wanted]] = defaultdict(list)
     for part in parts:
         covered = 0
         for entry in by_tensor[part.tensor, part.kind]:
             if common := part.box.intersect(entry.box):
-                local_box = Box(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)), common.shape)
-                by_file[entry.file].append((entry, common, part.values[local_box.slices()]))
+                by_file[entry.file].append((entry, common, part.values[common.inside(part.box)]))
                 covered += common.numel
         if covered != part.box.numel:
             raise UserError(
@@ -246,19 +245,11 @@ def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
                 key=part.name,
                 fix="take another checkpoint, or give policy.moe.freeze_router as in the saved run",
             )
-    tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
-    buffers = _buffers([LocalBox("", common, "", values) for task in tasks for _, common, values in task])
-
-    def read(task: Sequence[tuple[BoxEntry, Box, Tensor]]) -> None:
-        descriptor = os.open(task[0][0].file, os.O_RDONLY)
-        try:
-            with buffers.borrow() as buffer:
-                for entry, box, into in task:
-                    _read(descriptor, entry, box, into, buffer)
-        finally:
-            os.close(descriptor)
-
-    in_threads(read, tasks, THREADS, "boxes")
+    tasks: list[list[Wanted]] = []
+    for file in sorted(by_file):
+        in_order = sorted(by_file[file], key=lambda wanted: wanted[0].offset)
+        tasks += groups(in_order, lambda wanted: wanted[1].numel * wanted[0].dtype.itemsize, _TASK_BYTES)
+    _read_all(tasks, [part.values for part in parts])
     return all(box == entry.box for task in tasks for entry, box, _ in task)
 
 
@@ -269,43 +260,30 @@ def check_entries(entries: Sequence[BoxEntry]) -> None:
         Damaged: An entry differs from its saved state; names tensor and file.
         OSError: A file cannot be opened or read.
     """
-    buffers = _buffers([LocalBox("", entry.box, "", torch.empty(0)) for entry in entries])
-
-    def check(entry: BoxEntry) -> None:
-        descriptor = os.open(entry.file, os.O_RDONLY)
-        try:
-            with buffers.borrow() as buffer:
-                _read(descriptor, entry, entry.box, None, buffer)
-        finally:
-            os.close(descriptor)
-
-    in_threads(check, entries, THREADS, "boxes")
+    _read_all([[(entry, entry.box, None)] for entry in entries], [])
 
 
-def _tasks(wanted: list[tuple[BoxEntry, Box, Tensor]]) -> Iterator[list[tuple[BoxEntry, Box, Tensor]]]:
-    """Groups a file's parts, in file order, into tasks of bounded size."""
-    task: list[tuple[BoxEntry, Box, Tensor]] = []
-    size = 0
-    for wanted_part in sorted(wanted, key=lambda wanted_part: wanted_part[0].offset):
-        task.append(wanted_part)
-        size += wanted_part[1].numel * wanted_part[0].dtype.itemsize
-        if size >= _TASK_BYTES:
-            yield task
-            task, size = [], 0
-    if task:
-        yield task
+def _read_all(tasks: Sequence[Sequence[Wanted]], tensors: Sequence[Tensor]) -> None:
+    """Reads boxes into `tensors`, on several threads; the boxes of a task are in one file."""
+    buffers = _Buffers((box for task in tasks for _, box, _ in task), tensors)
+
+    def read(task: Sequence[Wanted]) -> None:
+        with opened(task[0][0].file) as descriptor, buffers.borrow() as buffer:
+            for entry, box, into in task:
+                _read(descriptor, entry, box, into, buffer)
+
+    in_threads(read, tasks, THREADS, "boxes")
 
 
-def _read(descriptor: int, entry: BoxEntry, box: Box, into: Tensor | None, buffer: PinnedBlock) -> None:
+def _read(descriptor: int, entry: BoxEntry, box: Box, into: Tensor | None, buffer: Tensor) -> None:
     crc = 0
-    for rows in _strips(box, entry.dtype.itemsize):
-        shape = (rows.stop - rows.start, *box.shape[1:])
-        staged = buffer.as_tensor(entry.dtype, shape)
-        read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), bytes_of(staged))
+    for strip in strips(box, entry.dtype.itemsize):
+        staged = _start_of(buffer, entry.dtype, strip.shape)
+        read_into(descriptor, entry, strip, bytes_of(staged))
         if box == entry.box:
             crc = zlib.crc32(bytes_of(staged), crc)
         if into is not None:
-            into[rows].copy_(staged)
+            into[strip.inside(box)].copy_(staged)
     if box == entry.box:
         compare(entry, crc)
 
@@ -357,39 +335,27 @@ def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> N
 # ---- both ----------------------------------------------------------------------------------------------------------
 
 
-class PinnedBlock:
-    """A block of host memory that is used for one tensor after another.
+class _Buffers:
+    """Blocks of host memory, one per thread, each used for one tensor after another.
+
+    A block has the size of a chunk, or of the widest row of the boxes (in 4-byte elements) if larger.
 
     Args:
-        size: Bytes of the block.
-        pinned: True for page-locked memory, for copies to and from a GPU.
+        boxes: The boxes to read or write.
+        tensors: The local tensors. Copies to and from a GPU use page-locked memory.
     """
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-    def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Returns the beginning of the block as a tensor of this type and shape, sharing the memory. Raises
-        RuntimeError if the block is too small."""
-        return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-
-
-class PinnedBlocks:
-    """A pool of blocks of host memory, shared by threads.
-
-    Args:
-        buffers: The blocks, all free.
-    """
-
-    def __init__(self, buffers: Sequence[PinnedBlock]) -> None:
-        self._free: SimpleQueue[PinnedBlock] = SimpleQueue()
-        for buffer in buffers:
-            self._free.put(buffer)
+    def __init__(self, boxes: Iterable[Box], tensors: Iterable[Tensor]) -> None:
+        size = max([CHUNK_BYTES, *(4 * prod(box.shape[1:]) for box in boxes)])
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(THREADS):
+            self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
 
     @contextmanager
-    def borrow(self) -> Iterator[PinnedBlock]:
-        """Yields a free block, taken from the pool until the end of the context. Waits, without limit, while no block
-        is free."""
+    def borrow(self) -> Iterator[Tensor]:
+        """Yields a free block (uint8), taken until the end of the context. Waits, without limit, while no block is
+        free."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -397,17 +363,27 @@ class PinnedBlocks:
             self._free.put(buffer)
 
 
-def _buffers(parts: Sequence[LocalBox]) -> PinnedBlocks:
-    """Returns buffers for a chunk, or for the widest row of the parts (in 4-byte elements) if larger."""
-    size = max([CHUNK_BYTES, *(4 * prod(part.box.shape[1:]) for part in parts)])
-    return PinnedBlocks([PinnedBlock(size, any(part.values.is_cuda for part in parts)) for _ in range(THREADS)])
+def _start_of(buffer: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Returns the beginning of a block as a tensor of this type and shape, sharing the memory."""
+    return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
-def _strips(box: Box, itemsize: int) -> Iterator[slice]:
-    """Yields the rows of a box, a chunk at a time."""
+def strips(box: Box, itemsize: int) -> Iterator[Box]:
+    """Yields a box, in order, as boxes of whole rows of at most `CHUNK_BYTES` (at least a row)."""
     step = max(1, CHUNK_BYTES // (prod(box.shape[1:]) * itemsize))
-    for at in range(0, box.shape[0], step):
-        yield slice(at, min(at + step, box.shape[0]))
+    for row in range(0, box.shape[0], step):
+        yield Box((box.start[0] + row, *box.start[1:]), (min(step, box.shape[0] - row), *box.shape[1:]))
+
+
+@contextmanager
+def opened(file: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Yields a descriptor of the file, closed at the end of the context. Raises OSError if the file cannot be
+    opened."""
+    descriptor = os.open(file, flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

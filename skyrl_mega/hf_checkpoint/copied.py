@@ -5,15 +5,22 @@ Layers for multi-token prediction are an example. A source in block FP8 keeps th
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.groups import groups
 from skyrl_mega.common.safe_read import open_regular, writing
-from skyrl_mega.hf_checkpoint.index import ALL_DTYPES, TensorEntry, read_config, read_header, unread_tensors
+from skyrl_mega.hf_checkpoint.index import (
+    ALL_DTYPES,
+    TensorEntry,
+    header_bytes,
+    read_config,
+    read_header,
+    unread_tensors,
+)
 
 CHUNK_BYTES = 16 << 20
 """Bytes read and written at a time."""
@@ -36,15 +43,9 @@ def copies(source: Path, file_bytes: int) -> list[Copied]:
     Raises:
         UserError: config.json cannot be used, a layer of the model has an unknown tensor, or a file cannot be read.
     """
-    files: list[dict[str, TensorEntry]] = []
-    size = 0
-    for name, entry in unread_tensors(source, read_config(source)).items():
-        if not files or size + entry.nbytes > file_bytes:
-            files.append({})
-            size = 0
-        files[-1][name] = entry
-        size += entry.nbytes
-    return [_aligned(tensors) for tensors in files]
+    unread = unread_tensors(source, read_config(source))
+    files = groups(unread, lambda name: unread[name].nbytes, file_bytes)
+    return [_aligned({name: unread[name] for name in names}) for names in files]
 
 
 def unread_note(path: Path, hf: Mapping[str, Any]) -> str | None:
@@ -87,10 +88,8 @@ def write_copy(tensors: Copied, file: Path) -> None:
     for name, entry in tensors.items():
         table[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.nbytes]}
         end += entry.nbytes
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
     with writing(file), file.open("xb") as opened:
-        opened.write(len(header).to_bytes(8, "little") + header)
+        opened.write(header_bytes(table))
         for entry in tensors.values():
             for chunk in _chunks(entry):
                 opened.write(chunk)

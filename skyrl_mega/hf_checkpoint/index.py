@@ -6,6 +6,7 @@ data.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -142,11 +143,7 @@ def check_model_tensors(
     for name, entry in stored.items():
         _check_shape(name, entry, shapes[name])
         if entry.dtype != MXFP4_DTYPE:
-            raise UserError(
-                f"tensor {name} has type {entry.dtype}; MXFP4 has {MXFP4_DTYPE}",
-                key=entry.file,
-                fix="fetch config.json and the weights of one model",
-            )
+            raise _mixed(f"tensor {name} has type {entry.dtype}; MXFP4 has {MXFP4_DTYPE}", entry.file)
     return entries | {n: replace(stored[n + MXFP4_BLOCKS], scales=stored[n + MXFP4_SCALES]) for n in packed}
 
 
@@ -195,12 +192,13 @@ def check_tensors(
 
 def _check_shape(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
     if entry.shape != shape:
-        raise UserError(
-            f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}"
-            "; the two are of different models",
-            key=entry.file,
-            fix="fetch config.json and the weights of one model",
-        )
+        raise _mixed(f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}", entry.file)
+
+
+def _mixed(problem: str, key: Path) -> UserError:
+    """Returns the error for files and a config.json of different models."""
+    fix = "fetch config.json and the weights of one model"
+    return UserError(f"{problem}; the two are of different models", key=key, fix=fix)
 
 
 def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -228,12 +226,7 @@ def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
     unread = [name for name in names_in(path) if name not in read and not is_computed(decoder, name)]
     for name in sorted(unread):
         if is_in_layers(decoder, name):
-            raise UserError(
-                f"tensor {name} is unknown to a {hf.get('model_type')} model with this config.json; the two are of "
-                "different models",
-                key=path,
-                fix="fetch config.json and the weights of one model",
-            )
+            raise _mixed(f"tensor {name} is unknown to a {hf.get('model_type')} model with this config.json", path)
     return _entries(path, sorted(unread)) if unread else {}
 
 
@@ -293,6 +286,18 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if size != needed:
         raise UserError(f"{size} bytes, its header asks for {needed}; the file is cut off, fetch it again", key=file)
     return entries
+
+
+def header_bytes(table: Mapping[str, Any], multiple: int = 8) -> bytes:
+    """Returns the first bytes of a safetensors file: the length of the table, and the table.
+
+    Args:
+        table: Tensor → dtype, shape and offsets.
+        multiple: Length of the result is a multiple of this number of bytes; itself a multiple of 8.
+    """
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % multiple)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _tiled(header: Mapping[str, Any]) -> int:

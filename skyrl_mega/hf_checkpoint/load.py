@@ -7,9 +7,9 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.groups import groups
 from skyrl_mega.hf_checkpoint.companion_files import write_companion_files
 from skyrl_mega.hf_checkpoint.copied import Copied, copies, write_copy
 from skyrl_mega.hf_checkpoint.index import SINGLE, check_model_tensors, names_in, read_config
+from skyrl_mega.hf_checkpoint.on_all_ranks import on_all_ranks
 from skyrl_mega.hf_checkpoint.row_reader import read_rows
 from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
 from skyrl_mega.models.disk_form import DiskForm
@@ -126,42 +128,36 @@ def save(
         timeout_s: Time limit in seconds of one exchange, in which every writer receives the tensors of a file.
 
     Raises:
-        UserError: On rank 0: the directory contains anything not written by an export, or `source` cannot be read.
-        OSError: On the rank that could not write.
-        RuntimeError: On all other ranks, after such an error on any rank; names the rank.
+        UserError: The directory contains anything not written by an export, or `source` cannot be read.
+        RuntimeError: A rank could not write; names the rank and the reason.
         TransportError: A rank left, or an exchange took too long.
     """
     rank = dist.get_rank()
     with ExitStack() as stack:
-        error: Exception | None = None
         copied: list[Copied] = []
-        staged: list[Any] = ["", 0]
-        if rank == 0:
-            try:
-                copied = copies(source, file_bytes)
-                place = atomic_folder(path, f"export: {path}", exported, last=_EXPORTED)
-                staged = [str(stack.enter_context(place)), len(copied)]
-            except (OSError, UserError) as caught:
-                error = caught
-        _raise_together(error)
-        dist.broadcast_object_list(staged, src=0, device=_device())
-        partial, (wire, forms) = Path(staged[0]), _types(source, params)
+
+        def begin() -> tuple[Path, int]:
+            copied.extend(copies(source, file_bytes))
+            place = atomic_folder(path, f"export: {path}", exported, last=_EXPORTED)
+            return stack.enter_context(place), len(copied)
+
+        folder, copied_files = on_all_ranks(lambda: begin() if rank == 0 else (path, 0))[0]
+        wire, forms = _types(source, params)
         sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
-        files = list(split(sizes, file_bytes))
-        names = file_names(len(files) + staged[1])
+        files = list(groups(sizes, sizes.__getitem__, file_bytes))
+        names = file_names(len(files) + copied_files)
         gathered = _gathered(
             layout, params, wire, files, writers, bucket_bytes=min(file_bytes, BUCKET_BYTES), timeout_s=timeout_s
         )
-        _write_files(partial, names, gathered, forms)
-        if rank == 0:
-            try:
-                for name, tensors in zip(names[len(files) :], copied, strict=True):
-                    write_copy(tensors, partial / name)
-                _finish(partial, source, wire.dtype)
-                stack.pop_all().close()
-            except (OSError, UserError) as caught:
-                error = caught
-        _raise_together(error)
+        _write_files(folder, names, gathered, forms)
+
+        def finish() -> None:
+            for name, tensors in zip(names[len(files) :], copied, strict=True):
+                write_copy(tensors, folder / name)
+            _finish(folder, source, wire.dtype)
+            stack.pop_all().close()
+
+        on_all_ranks(lambda: finish() if rank == 0 else None)
 
 
 def _types(source: Path, params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[str, DiskForm]]:
@@ -188,23 +184,15 @@ def exported(folder: Path, names: set[str]) -> bool:
 
 
 def _write_files(
-    partial: Path,
+    folder: Path,
     names: Sequence[str],
     gathered: Iterator[tuple[int | None, dict[str, Tensor]]],
     forms: Mapping[str, DiskForm],
 ) -> None:
     """Writes every safetensors file of the directory. A collective."""
     for own_file, tensors in gathered:
-        error: OSError | None = None
-        if own_file is not None:
-            try:
-                for name in tensors.keys() & forms.keys():
-                    tensors[name] = forms[name].to_disk(tensors[name])
-                _write(tensors, partial / names[own_file])
-            except OSError as caught:
-                error = caught
+        on_all_ranks(partial(_write, tensors, None if own_file is None else folder / names[own_file], forms))
         del tensors  # before the next file's tensors are allocated
-        _raise_together(error)
 
 
 def _gathered(
@@ -253,25 +241,6 @@ def _gathered(
         staging.close()
 
 
-def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
-    """Yields, file by file, the names of the tensors of a file, in the given order. A file has at most `file_bytes`, or
-    a single larger tensor. Without tensors yields a single empty list.
-
-    Args:
-        sizes: Bytes of each tensor.
-        file_bytes: Maximum size of a file.
-    """
-    names: list[str] = []
-    size = 0
-    for name, nbytes in sizes.items():
-        if names and size + nbytes > file_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += nbytes
-    yield names
-
-
 def file_names(count: int) -> list[str]:
     """Returns the names of the `count` safetensors files of a directory: model.safetensors for a single file, else
     model-00001-of-00003.safetensors to model-00003-of-00003.safetensors; [] for 0."""
@@ -285,7 +254,12 @@ def _whole(layout: Layout, names: Sequence[str]) -> Shard:
     return Shard(shapes, tuple(pieces))
 
 
-def _write(tensors: dict[str, Tensor], file: Path) -> None:
+def _write(tensors: dict[str, Tensor], file: Path | None, forms: Mapping[str, DiskForm]) -> None:
+    """Writes the tensors, in their order of axes on disk; nothing without a file."""
+    if file is None:
+        return
+    for name in tensors.keys() & forms.keys():
+        tensors[name] = forms[name].to_disk(tensors[name])
     save_file(tensors, str(file), metadata={"format": "pt"})
     with open(file, "rb") as written:
         os.fsync(written.fileno())
@@ -296,19 +270,3 @@ def _finish(partial: Path, source: Path, dtype: torch.dtype) -> None:
     write_companion_files(partial, source, dtype)
     sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
     (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def _raise_together(error: Exception | None) -> None:
-    """Waits for all ranks; raises on every rank if any rank failed."""
-    failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=_device())
-    dist.all_reduce(failed, dist.ReduceOp.MAX)
-    if error:
-        raise error
-    if failed.item():
-        raise RuntimeError(
-            f"export: rank {int(failed.item()) - 1} could not write its part; the error of that rank says why"
-        )

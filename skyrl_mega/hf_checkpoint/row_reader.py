@@ -54,7 +54,7 @@ def read_rows(
             continue
         values = _rows(reader, name, entry, form, rows, overlaps[0][2].dtype)
         for cut, box, into in overlaps:
-            into[_inside(cut, box)].copy_(values[_inside(cut, rows)])
+            into[cut.inside(box)].copy_(values[cut.inside(rows)])
 
 
 def _rows(reader: TensorReader, name: str, entry: TensorEntry, form: DiskForm, rows: Box, dtype: torch.dtype) -> Tensor:
@@ -67,8 +67,3 @@ def _rows(reader: TensorReader, name: str, entry: TensorEntry, form: DiskForm, r
     if bool((scales == mxfp4.NOT_A_NUMBER).any()):
         raise Damaged(f"{entry.scales.file}: {name}: an MXFP4 scale is 255, which is no number")
     return mxfp4.dequantise(blocks, scales, dtype).view(rows.shape)
-
-
-def _inside(cut: Box, box: Box) -> tuple[slice, ...]:
-    """Returns the position of `cut` inside `box`."""
-    return Box(tuple(a - b for a, b in zip(cut.start, box.start, strict=True)), cut.shape).slices()

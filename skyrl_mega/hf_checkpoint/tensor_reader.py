@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 
 import torch
 from torch import Tensor
 
-from skyrl_mega.hf_checkpoint.box_files import CHUNK_BYTES, BoxEntry, bytes_of, read_into
+from skyrl_mega.hf_checkpoint.box_files import CHUNK_BYTES, BoxEntry, bytes_of, opened, read_into, strips
 from skyrl_mega.hf_checkpoint.index import FP8_DTYPE, MXFP4_DTYPE, TensorEntry
 from skyrl_mega.kernels import block_fp8
 from skyrl_mega.parallel.box import Box
@@ -54,14 +52,13 @@ class TensorReader:
         with _opened(name, entry) as (descriptor, stored):
             scales = self._scales(name, entry) if entry.scales else None
             for box, into in parts:
-                for strip in _strips(box, stored.dtype.itemsize):
+                for strip in strips(box, stored.dtype.itemsize):
                     values = self._numbers(descriptor, stored, strip)
                     if scales is not None:
                         row, column = strip.start
                         at = scales[scale_box(strip).slices()]
                         values = block_fp8.dequantise(values, at, row, column, dtype=into.dtype)
-                    first = strip.start[0] - box.start[0]
-                    into[first : first + strip.shape[0]].copy_(values)
+                    into[strip.inside(box)].copy_(values)
 
     def rows(self, name: str, entry: TensorEntry, first: int, rows: int) -> Tensor:
         """Returns rows (entries of the first axis) as stored, in a view of the reader's buffer that the next call
@@ -124,19 +121,9 @@ class TensorReader:
         return values
 
 
-def _strips(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields a box as boxes of at most `CHUNK_BYTES` (at least a row)."""
-    step = max(1, CHUNK_BYTES // (prod(box.shape[1:]) * itemsize))
-    for row in range(0, box.shape[0], step):
-        yield Box((box.start[0] + row, *box.start[1:]), (min(step, box.shape[0] - row), *box.shape[1:]))
-
-
 @contextmanager
 def _opened(name: str, entry: TensorEntry) -> Iterator[tuple[int, BoxEntry]]:
     """Opens a tensor's file; yields the descriptor, and the tensor as a single box."""
     box = Box((0,) * len(entry.shape), entry.shape)
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
+    with opened(entry.file) as descriptor:
         yield descriptor, BoxEntry(entry.file, name, box, "weight", TORCH_DTYPES[entry.dtype], entry.offset, crc=0)
-    finally:
-        os.close(descriptor)

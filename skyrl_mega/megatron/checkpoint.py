@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from skyrl_mega.hf_checkpoint.box_files import (
     write_boxes,
 )
 from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
+from skyrl_mega.hf_checkpoint.on_all_ranks import on_all_ranks
 from skyrl_mega.megatron.model import gather_parameters
 from skyrl_mega.megatron.moments import allocate_moments, inner_optimizers, master_weights, set_step
 from skyrl_mega.models import dist_checkpoint, huggingface
@@ -43,8 +44,6 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.parallel.flat import FlatPiece, Run, flat_pieces, strides
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def save(folder: Path, state: RankState) -> None:
         state.decoder, state.parallel, state.rank, state.shard, owned_runs, frozen
     )
     pieces = flat_pieces(state.shard, runs_to_write)
-    files = _on_all_ranks(lambda: write_boxes(folder / file_name(state.rank), _parts(state, pieces, owned)))
+    files = on_all_ranks(lambda: write_boxes(folder / file_name(state.rank), _parts(state, pieces, owned)))
     header = Header(
         dtype=str(state.dtype).removeprefix("torch."),
         step=state.schedule.num_steps,
@@ -105,7 +104,7 @@ def save(folder: Path, state: RankState) -> None:
         tensors=huggingface.tensors(state.decoder),
         files={file_name(rank): entries for rank, entries in enumerate(files)},
     )
-    _on_all_ranks(lambda: write_header(folder, header) if state.rank == 0 else None)
+    on_all_ranks(lambda: write_header(folder, header) if state.rank == 0 else None)
 
 
 def load(folder: Path, state: RankState) -> None:
@@ -125,9 +124,9 @@ def load(folder: Path, state: RankState) -> None:
         if chunk.ddp_config.overlap_param_gather:  # finish the gather of the last step before writing
             chunk.start_param_sync(force_sync=True)
     owned, frozen = _owned(state), _frozen(state)
-    answers = _on_all_ranks(lambda: _read(folder, state, owned, frozen))
+    answers = on_all_ranks(lambda: _read(folder, state, owned, frozen))
     if not all(compared for *_, compared in answers):
-        _on_all_ranks(lambda: check_entries(_share(folder)))
+        on_all_ranks(lambda: check_entries(_share(folder)))
     step, schedule, _ = answers[state.rank]
     for inner in inner_optimizers(state.optimizer):
         inner._copy_main_params_to_model_params()
@@ -214,28 +213,3 @@ def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[st
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)
             box_parts.append(LocalBox(piece.tensor, piece.box, kind, values))
     return box_parts
-
-
-def _on_all_ranks(do: Callable[[], Answer]) -> list[Answer]:
-    """Calls `do` on every rank and returns all results. A collective: fails on all ranks or on none.
-
-    Raises:
-        UserError: Raised by a rank; re-raised unchanged on every rank.
-        RuntimeError: An OSError occurred on a rank; names the rank and the reason.
-    """
-    answer: Answer | None = None
-    io_error: str | None = None
-    user_error: UserError | None = None
-    try:
-        answer = do()
-    except UserError as error:
-        user_error = error
-    except OSError as error:
-        io_error = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (answer, io_error, user_error))
-    if any(io_errors := [io_error for _, io_error, _ in outcomes if io_error]):
-        raise RuntimeError("; ".join(io_errors))
-    if first := next((user_error for _, _, user_error in outcomes if user_error), None):
-        raise first
-    return [answer for answer, _, _ in outcomes]

@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from skyrl_mega.common.groups import groups
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.megatron.model import gather_parameters
@@ -159,16 +160,7 @@ def load(
 def batches(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
     """Yields the names of the parameters in order, in groups of at most `PIECE` numbers; a larger parameter is a group
     alone."""
-    group: list[Name] = []
-    size = 0
-    for name, p in params.items():
-        if group and size + p.numel() > PIECE:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += p.numel()
-    if group:
-        yield group
+    return groups(params, lambda name: params[name].numel(), PIECE)
 
 
 def _part(shard: Shard, names: Iterable[str]) -> Shard:

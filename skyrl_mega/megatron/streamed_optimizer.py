@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from skyrl_mega.common.groups import groups
 from skyrl_mega.megatron.moments import MOMENTS, allocate, inner_optimizers, master_weights
 from skyrl_mega.megatron.residency import OffloadablePart
 
@@ -55,9 +56,9 @@ class StreamedPart:
     def __init__(self, part: DistributedOptimizer, device: torch.device, size: int) -> None:
         self.part, self._inner_step = part, part.optimizer.step
         self._group_of = {id(w): i for i, group in enumerate(part.optimizer.param_groups) for w in group["params"]}
-        self.pieces = [
-            OptimizerPiece(weights, OffloadablePart(device)) for weights in _cut(list(master_weights(part)), size)
-        ]
+        # Assumes three float32 tensors to move for each weight.
+        parts = groups(master_weights(part), lambda pair: pair[1].nbytes * (1 + len(MOMENTS)), size)
+        self.pieces = [OptimizerPiece(weights, OffloadablePart(device)) for weights in parts]
         for piece in self.pieces:
             allocate(part.optimizer, [master for _, master in piece.weights])
             piece.part.offload(piece.tensors(part.optimizer))
@@ -189,21 +190,6 @@ class StreamedOptimizer:
 
     def _storage_groups(self) -> Iterator[OffloadablePart]:
         return (piece.part for part in self.parts for piece in part.pieces)
-
-
-def _cut(weights: Sequence[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Splits weights into pieces in order, each as large as `size` allows."""
-    piece: list[tuple[Tensor, Tensor]] = []
-    total = 0
-    for p, master in weights:
-        nbytes = master.nbytes * (1 + len(MOMENTS))  # assumes three float32 tensors to move
-        if piece and total + nbytes > size:
-            yield piece
-            piece, total = [], 0
-        piece.append((p, master))
-        total += nbytes
-    if piece:
-        yield piece
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -43,6 +43,10 @@ class Box(NamedTuple):
         shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Returns the box as slices of a tensor with the elements of `outer`, which contains the box."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
+
     def slices(self) -> tuple[slice, ...]:
         """Returns a slice per dimension: `tensor[box.slices()]` is the box."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))

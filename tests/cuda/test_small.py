@@ -18,7 +18,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
-from skyrl_mega.hf_checkpoint import box_files, load
+from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.megatron import cpu
 from skyrl_mega.parallel.box import Box
 from tests.cuda import as_cpu
@@ -59,23 +59,8 @@ def test_a_checkpoint_of_a_gpus_memory_goes_through_pinned_buffers(monkeypatch: 
     monkeypatch.setattr(torch, "empty", recorded)
     box = Box((0, 0), (4, 8))
     with FakeTensorMode():
-        box_files._buffers([box_files.LocalBox("x", box, "master", torch.zeros(4, 8, device="cuda"))])
+        box_files._Buffers([box], [torch.zeros(4, 8, device="cuda")])
     assert pinned.count(True) == box_files.THREADS
-
-
-def test_ranks_on_nccl_agree_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors: list[Any] = []
-    tensor = torch.tensor
-
-    def recorded(values: Any, device: torch.device) -> Any:
-        tensors.append(device.type)
-        return tensor(values)
-
-    monkeypatch.setattr(load.torch, "tensor", recorded)
-    for name, answer in (("get_backend", "nccl"), ("get_rank", 0), ("all_reduce", None)):
-        monkeypatch.setattr(load.dist, name, lambda *_, answer=answer: answer)
-    load._raise_together(None)
-    assert tensors == ["cuda"]
 
 
 def test_a_policy_rank_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

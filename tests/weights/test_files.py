@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.groups import groups
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.hf_checkpoint.index import check_files, read_config
-from skyrl_mega.hf_checkpoint.load import exported, load, save, split
+from skyrl_mega.hf_checkpoint.load import exported, load, save
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.exchange import exchange
@@ -145,8 +146,10 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     assert same(after, before)
 
 
-def test_split_keeps_order_and_limit() -> None:
-    assert list(split({"a": 10, "b": 10, "c": 100, "d": 1}, 20)) == [["a", "b"], ["c"], ["d"]]
+def test_groups_keep_order_and_limit() -> None:
+    sizes = {"a": 10, "b": 10, "c": 100, "d": 1}
+    assert list(groups(sizes, sizes.__getitem__, 20)) == [["a", "b"], ["c"], ["d"]]
+    assert list(groups([], len, 20)) == []
 
 
 def spoil(path: Path, how: str) -> None:

@@ -163,11 +163,7 @@ class Image:
                 continue
             if chunk.dtype != self.types[chunk.tensor]:
                 raise Incomplete(f"{chunk.tensor}: stored as {chunk.dtype}, the image has {self.types[chunk.tensor]}")
-            here, there = (
-                tuple(slice(a - b, a - b + n) for a, b, n in zip(common.start, outer.start, common.shape, strict=True))
-                for outer in (box, chunk.box)
-            )
-            found.append(Overlap(region, here, there, common == chunk.box))
+            found.append(Overlap(region, common.inside(box), common.inside(chunk.box), common == chunk.box))
         return found
 
     def check_covered(self, overlaps: Iterable[tuple[Chunk, list[Overlap]]]) -> None:
