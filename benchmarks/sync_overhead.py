@@ -158,7 +158,7 @@ class Sync:
         arch = architecture(hf)
         source, target = arch.megatron_layout(hf, POLICY, "te"), arch.engine_layout(hf, TENSOR, ENGINES)
         ends = len(source.shards), len(target.shards)
-        topology = Topology.shared(*ends) if shared else Topology.separate(*ends, engine=TENSOR)
+        topology = Topology.shared(*ends) if shared else Topology.separate(*ends)
         return cls(source, target, plan(source, target, topology))
 
     def measure(self, *, source: int | None = None, target: int | None = None) -> Overhead:

@@ -262,9 +262,9 @@ def connection(
     fp8: bool = False,
 ) -> Connection:
     """Returns the connection of a policy rank and an engine worker on the same device."""
+    from skyrl_mega.models.blocks.base import EngineCut
     from skyrl_mega.weights.connection import Connection
-    from skyrl_mega.weights.plan.endpoints import EnginesLayout
-    from skyrl_mega.weights.plan.topology import Links
+    from skyrl_mega.weights.plan.topology import Links, Topology
 
     return Connection(
         host="127.0.0.1",
@@ -274,11 +274,9 @@ def connection(
             hf=hf,
             parallel=asdict(ParallelDims()),
             spec="local",
-            engines=asdict(EnginesLayout(1)),
+            engines=asdict(EngineCut(1)),
             members=(0,),
-            sources=(0,),
-            targets=(0,),
-            links=asdict(Links(1, 1)),
+            topology=asdict(Topology((0,), (0,), Links(1, 1))),
             dtype=dtype,
             fp8=fp8,
         ),

@@ -453,8 +453,8 @@ class MegatronActor:
             NotOnDevice: The parameters are offloaded.
             AssertionError: The role is not synced, as a critic's.
         """
-        from skyrl_mega.weights.connection import largest_of_all
         from skyrl_mega.weights.files.publish import Publication, Publisher
+        from skyrl_mega.weights.fp8.scales import largest_of_all
 
         assert self.role.synced, f"no engine has the weights of a {self.role.name}"
         shared = Publication(**publication)

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -33,7 +32,7 @@ from skyrl_mega.megatron.fp8_rounding import E4M3, E5M2
 from skyrl_mega.parallel.box import Layout
 from skyrl_mega.weights.exchange.pack import local_view
 from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
-from skyrl_mega.weights.fp8.scales import Scales
+from skyrl_mega.weights.fp8.scales import Scales, largest_of_all
 
 
 class EmulatedFp8:
@@ -63,7 +62,7 @@ class EmulatedFp8:
         if precision.recipe == "fp8_blockwise":
             device = next(iter(params.values())).device
             scales = {name + SUFFIX for name in names}
-            self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
+            self._scales = Scales(with_scales(layout, names), rank, names, names | scales, largest_of_all, device)
 
     def begin(self) -> None:
         """Computes the rounded weights of all layers for the next pass. Call before every pass, with the parameters on
@@ -175,7 +174,3 @@ def _fp8_linears(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[
                 for name, module in layer.named_modules():
                     if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                         yield f"{i}.decoder.layers.{local}.{name}.weight", module
-
-
-def _max_over_ranks(values: Tensor) -> None:
-    dist.all_reduce(values, dist.ReduceOp.MAX)

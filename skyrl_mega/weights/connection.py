@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.fp8.scales import largest_of_all
 from skyrl_mega.weights.plan.cache import cached_plan
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
@@ -55,7 +55,7 @@ class Connection:
     @property
     def size(self) -> int:
         """Number of processes: policy ranks first, then the workers of each participating engine."""
-        return len(self.plan_inputs.sources) + len(self.plan_inputs.members) * self.workers
+        return self.plan_inputs.ranks + len(self.plan_inputs.members) * self.workers
 
     def plan(self, expected: Plan | None = None) -> Plan:
         """Returns the transfer plan from policy to engines: read from the folder `plans`, or else computed and written
@@ -87,7 +87,7 @@ class Connection:
             UserError: The model cannot be split into a layout.
         """
         inputs = self.plan_inputs
-        ranks = len(inputs.sources)
+        ranks = inputs.ranks
         if source is not None:
             rank, name = source, f"policy rank {source}"
         else:
@@ -97,7 +97,7 @@ class Connection:
             rank, name = ranks + target, f"engine {engine} worker {worker}"
         ends, wire = inputs.endpoints()
         plan = self.plan()  # before the meeting, so that no process waits there for planning
-        owners = device_owners(plan.topology, 0, ranks)
+        owners = device_owners(plan.topology, ranks)
         device_peers = {peer for peer, host in owners.items() if peer != host}
         transport = join(
             (self.host, self.port),
@@ -121,8 +121,3 @@ class Connection:
             target_base=ranks,
             agree=largest_of_all if source is not None and dist.is_initialized() else None,
         )
-
-
-def largest_of_all(amax: Tensor) -> None:
-    """Replaces `amax` in place by the element-wise maximum over the policy ranks."""
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -99,14 +99,10 @@ def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire
     if fp8:
         source, target = with_scales(source, names), with_scales(target, names)
     transfer_plan = plan(source, target, itemsize=wire.itemsize)
-    where = device_owners(transfer_plan.topology, 0, 2)
-    sender, receiver = Role(0, 0, source.shards[0], None, None), Role(2, None, None, 0, target.shards[0])
-    sent, _ = rank_program(
-        transfer_plan, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
-    )
-    got, _ = rank_program(
-        transfer_plan, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
-    )
+    where = device_owners(transfer_plan.topology, 2)
+    sender, receiver = Role(0, source.shards[0], None), Role(2, None, target.shards[0])
+    sent, _ = rank_program(transfer_plan, wire, sender, bucket_bytes=size, in_flight=3, target_base=2, owners=where)
+    got, _ = rank_program(transfer_plan, wire, receiver, bucket_bytes=size, in_flight=3, target_base=2, owners=where)
     return source, target, wire, *([bucket for step in steps for bucket in step.new] for steps in (sent, got))
 
 

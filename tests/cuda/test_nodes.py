@@ -48,7 +48,7 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
     device; a process outside the group must share the owner's device."""
     shared, placement = config.cluster.shared, plan_placement(config)
     planned = Topology.from_placement(placement, Links.from_config(config.cluster))
-    host_of = device_owners(planned, 0, len(ranks))
+    host_of = device_owners(planned, len(ranks))
     sits = dict(enumerate([*ranks, *workers]))
     group = [sits[process] for process, host in host_of.items() if process == host]
     assert len(group) == len(set(group)) == len(set(sits.values()))

@@ -82,7 +82,7 @@ def exchange(
     """Returns this process's exchange, the plan, and the stores to keep alive. Policy ranks come first."""
     transfer_plan = plan(source, target, case.topology, wire.itemsize)
     ranks = len(source.shards)
-    owners = device_owners(transfer_plan.topology, 0, ranks)
+    owners = device_owners(transfer_plan.topology, ranks)
     device_peers = [p for p, owner in owners.items() if p != owner]
     transport, kept = meet(rank, address, case.size, case.timeout_s, device_peers, hosted, case.device)
     is_source = rank < ranks

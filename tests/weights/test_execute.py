@@ -7,17 +7,38 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.box import Layout
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.weights.exchange.exchange import Exchange, copy
+from skyrl_mega.weights.exchange.exchange import Exchange, local_view
 from skyrl_mega.weights.fp8.format import Wire
-from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.plan import Plan, plan
 from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import Deadline, Message, TransportError, host_store, join
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors, pairs, whole
 from tests.weights.meeting import CPU, Case, Staged, exchange, meet, same
+
+
+def copy(
+    transfers: Plan, source: Layout, sources: list[dict[str, Tensor]], target: Layout, targets: list[dict[str, Tensor]]
+) -> None:
+    """Executes a plan within this process, by direct copies from the parameters of each source rank into those of each
+    target rank."""
+    for route in transfers.routes:
+        sender, boxes = source.shards[route.source], transfers.parts.boxes(route.parts)
+        origins = transfers.parts.locate(sender, route.parts)
+        for receiver in route.receivers:
+            shard = target.shards[receiver]
+            for (_, box), (origin, *_), places in zip(
+                boxes, origins, transfers.parts.locate(shard, route.parts), strict=True
+            ):
+                values = sender.shaped(origin.param, sources[route.source][origin.param])
+                for place in places:
+                    into = shard.shaped(place.param, targets[receiver][place.param])
+                    local_view(into, place.offset, box).copy_(local_view(values, origin.offset, box))
 
 
 @pytest.mark.parametrize("hf, parallel", pairs())

@@ -31,19 +31,18 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
     hf, parallel, links = REAL["30B"], ParallelDims(32, tensor=2, expert=8), Links()
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, parallel, "te"), arch.engine_layout(hf, 8, 4)
-    topology = Topology.shared(32, 32, links) if shared else Topology.separate(32, 32, links, engine=8)
+    topology = Topology.shared(32, 32, links) if shared else Topology.separate(32, 32, links)
     transfer_plan = plan(source, target, topology)
     start = time.process_time()
-    role = Role(32, None, None, 0, target.shards[0])
+    role = Role(32, None, target.shards[0])
     steps, visits = rank_program(
         transfer_plan,
         BF16,
         role,
         bucket_bytes=BUCKET,
         in_flight=3,
-        source_base=0,
         target_base=32,
-        owners=device_owners(topology, 0, 32),
+        owners=device_owners(topology, 32),
     )
     assert time.process_time() - start < 5
     buckets = visits or [bucket for step in steps for bucket in step.new]
@@ -66,9 +65,9 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
 
 def test_two_policy_ranks_on_one_device_are_refused() -> None:
     with pytest.raises(ValueError, match="source ranks 0 and 1 share a device"):
-        device_owners(Topology((3, 3), (4,)), 0, 2)
+        device_owners(Topology((3, 3), (4,)), 2)
 
 
 def test_hosts() -> None:
-    assert device_owners(Topology((0, 1), (0, 1, 2, 2)), 0, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 4}
-    assert device_owners(Topology.shared(2, 2), 0, 0) == {0: 0, 1: 1}  # the same processes
+    assert device_owners(Topology((0, 1), (0, 1, 2, 2)), 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 4}
+    assert device_owners(Topology.shared(2, 2), 0) == {0: 0, 1: 1}  # the same processes

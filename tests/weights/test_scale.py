@@ -137,7 +137,7 @@ def make(case: Case) -> Made:
     target = arch.engine_layout(hf, case.tensor, case.engines, case.experts, case.data)
     sizes = len(source.shards), len(target.shards)
     shared = Topology.shared(*sizes) if case.shared else None
-    transfer_plan = plan(source, target, shared or Topology.separate(*sizes, engine=case.tensor * case.data))
+    transfer_plan = plan(source, target, shared or Topology.separate(*sizes))
     seconds = time.process_time() - start
     return Made(source, target, transfer_plan, cost(transfer_plan), seconds)
 
@@ -236,7 +236,7 @@ def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
         shard = made.target.shards[worker]
         expected = local_numbers(made.target, shard, sample)
         values_by_place = {where: np.full_like(values, -1) for where, values in expected.items()}
-        for route in made.plan.to_target(worker):
+        for route in (route for route in made.plan.routes if worker in route.receivers):
             mine = route.parts[np.isin(parts.tensor[route.parts], list(wanted))]
             if len(mine):
                 sender = made.source.shards[route.source]

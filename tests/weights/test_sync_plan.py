@@ -26,6 +26,7 @@ from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.fp8.format import SUFFIX
 from skyrl_mega.weights.plan.cache import cached_plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs, copy_bytes, sync_plan
+from skyrl_mega.weights.plan.topology import Topology
 from skyrl_mega.weights.transports.group import host_store
 from tests.support.ranks import run_ranks
 
@@ -201,6 +202,12 @@ def test_as_planned_the_plan_is_the_dry_runs(monkeypatch: pytest.MonkeyPatch, tm
     assert len(messages) == 1 and messages[0].startswith(f"transfer plan {digest}: an engine worker receives ")
 
 
+def devices(inputs: SyncInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the devices of the policy ranks and of the engine workers."""
+    topology = Topology.of(inputs.topology)
+    return topology.sources, topology.targets
+
+
 def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Places each engine next to a policy rank, as Ray may do: the network carries nothing."""
     config = settings()
@@ -208,7 +215,7 @@ def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, t
     sync, messages = connected(monkeypatch, tmp_path, config, policy, engines)
     sync._connect([0, 1])
     inputs = told(policy).plan_inputs
-    assert (inputs.sources, inputs.targets) == ((1, 3), (0, 2))
+    assert devices(inputs) == ((1, 3), (0, 2))
     assert told(policy).plan().topology.sources == (1, 3)
     assert messages[0] == (
         "the processes are not placed as planned: policy rank 0 on node 0 device 1, not node 0 device 0; "
@@ -221,7 +228,7 @@ def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, t
     engines.where[1] = replace(engines.where[1], node="c", address="c")
     sync._connect([0, 1])
     inputs = told(policy).plan_inputs
-    assert (inputs.sources, inputs.targets) == ((1, 5), (0, 2))
+    assert devices(inputs) == ((1, 5), (0, 2))
 
 
 def test_a_kept_plan_of_other_settings_is_made_again(
@@ -252,11 +259,11 @@ def test_engines_that_joined_follow_the_planned_ones(monkeypatch: pytest.MonkeyP
     engines.where += [Location("m", 1, "c", "c", (str(gpu),)) for gpu in (0, 1)]
     sync._connect([0, 1, 3])
     inputs = told(policy).plan_inputs
-    assert (inputs.sources, inputs.targets, inputs.members) == ((0, 1), (2, 3, 5), (0, 1, 2))
+    assert (*devices(inputs), inputs.members) == ((0, 1), (2, 3, 5), (0, 1, 2))
     assert told(policy).engines == (0, 1, 3) and told(policy).plan().topology.targets == (2, 3, 5)
     sync._connect([1, 3])
     inputs = told(policy).plan_inputs
-    assert (inputs.targets, inputs.members) == ((2, 3, 5), (1, 2)) and told(policy).size == 4
+    assert (*devices(inputs), inputs.members) == ((0, 1), (2, 3, 5), (1, 2)) and told(policy).size == 4
     sync._connect([0, 1])
     assert told(policy).plan().digest == dry_run.values(config, HF)["plan"]["digest"], "as before"
     assert not any("not placed as planned" in line for line in messages)

@@ -9,7 +9,7 @@ tables of `kernels.boxes`: about a thousandth of the bytes sent or received by a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,7 @@ from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.transports.group import Deadline, Transport
 from skyrl_mega.weights.transports.ipc import SharedBuffers, ToOwner, ToPeer, connect, device_owners
 
-__all__ = ["ChecksumError", "Exchange", "ExchangeReport", "Staging", "copy", "local_view"]
+__all__ = ["ChecksumError", "Exchange", "ExchangeReport", "Staging", "local_view"]
 
 Params = Mapping[str, Tensor]
 
@@ -100,7 +100,7 @@ class Exchange:
 
     Args:
         plan: All transfers; the same in every process of the transport.
-        transport: The group; source rank s of the plan is process `source_base + s`, target rank t `target_base + t`.
+        transport: The group; source rank s of the plan is process s, target rank t is process `target_base + t`.
             Of the processes on a device, the first (the device owner) sends and receives for the others (its device
             peers); see `ipc.device_owners`. Construction connects owners and peers.
         wire: The types on the wire; the sender converts to them, the receiver from them.
@@ -130,7 +130,6 @@ class Exchange:
         target_layout: Layout | None = None,
         bucket_bytes: int,
         in_flight: int = SYNC_BUCKETS,
-        source_base: int = 0,
         target_base: int = 0,
         agree: Agree | None = None,
         staging: Staging | None = None,
@@ -139,8 +138,8 @@ class Exchange:
             raise ValueError(f"an exchange needs 2 buffers at least, not {in_flight}")
         self.transport, self.wire, self.in_flight = transport, wire, in_flight
         self._source_shard, self._target_shard = _shard(source_layout, source), _shard(target_layout, target)
-        role = Role(transport.rank, source, self._source_shard, target, self._target_shard)
-        owners = device_owners(plan.topology, source_base, target_base)
+        role = Role(transport.rank, self._source_shard, self._target_shard)
+        owners = device_owners(plan.topology, target_base)
         owners.setdefault(transport.rank, transport.rank)
         self._owner_rank = owners[transport.rank]
         self._steps, self._peer_buckets = rank_program(
@@ -149,7 +148,6 @@ class Exchange:
             role,
             bucket_bytes=bucket_bytes,
             in_flight=in_flight,
-            source_base=source_base,
             target_base=target_base,
             owners=owners,
         )
@@ -311,31 +309,3 @@ class Exchange:
 
 def _shard(layout: Layout | None, rank: int | None) -> Shard | None:
     return None if layout is None or rank is None else layout.shards[rank]
-
-
-def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, targets: Sequence[Params]) -> None:
-    """Executes a plan between ranks that are all in this process, by direct copies: a reference for tests.
-
-    Args:
-        plan: All transfers.
-        source: Layout of the senders.
-        sources: Parameters by local name, for each rank of `source`.
-        target: Layout of the receivers.
-        targets: Parameters by local name, for each rank of `target`; filled in place, converted to their types.
-
-    Raises:
-        ValueError: A layout lacks a part of the plan; names the tensor.
-    """
-    with torch.no_grad():
-        for route in plan.routes:
-            sources_of = plan.parts.locate(source.shards[route.source], route.parts)
-            boxes = plan.parts.boxes(route.parts)
-            for receiver in route.receivers:
-                targets_of = plan.parts.locate(target.shards[receiver], route.parts)
-                for (_, box), (from_place, *_), places in zip(boxes, sources_of, targets_of, strict=True):
-                    for place in places:
-                        shards = target.shards[receiver], source.shards[route.source]
-                        to, origin = targets[receiver][place.param], sources[route.source][from_place.param]
-                        local_view(shards[0].shaped(place.param, to), place.offset, box).copy_(
-                            local_view(shards[1].shaped(from_place.param, origin), from_place.offset, box)
-                        )

@@ -95,16 +95,14 @@ class ProgramStep:
 
 @dataclass(frozen=True)
 class Role:
-    """A process: number, ranks in the two layouts, and shards."""
+    """A process: number, and shards in the two layouts."""
 
     process: int
     """Number of the process in the transport."""
-    source: int | None
-    """Rank in the source layout; None without a part in that layout."""
     source_shard: Shard | None
-    target: int | None
-    """Rank in the target layout; None without a part in that layout."""
+    """Shard in the source layout; None without a part in that layout."""
     target_shard: Shard | None
+    """Shard in the target layout; None without a part in that layout."""
 
 
 def rank_program(
@@ -114,17 +112,16 @@ def rank_program(
     *,
     bucket_bytes: int,
     in_flight: int,
-    source_base: int,
     target_base: int,
     owners: dict[int, int],
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner. A device owner
     communicates for its device and gets only steps; the others get only the buckets that they want, in the owner's
-    order. All arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `…_base`: process
-    of rank 0. Raises ValueError if a shard lacks a part of the plan."""
+    order. All arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `target_base`:
+    process of target rank 0. Raises ValueError if a shard lacks a part of the plan."""
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
-    packed_by = [source_base + plan.routes[route].source for route in buckets.route]
+    packed_by = [plan.routes[route].source for route in buckets.route]
     chains = [
         [packer, *distinct((owners[p] for p in wanted), packer)]
         for packer, wanted in zip(packed_by, wanted_by, strict=True)

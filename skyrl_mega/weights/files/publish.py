@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,7 +37,7 @@ from skyrl_mega.weights.fp8.scales import Agree, Scales
 from skyrl_mega.weights.plan.cache import cached_plan
 from skyrl_mega.weights.plan.plan import Plan, plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
-from skyrl_mega.weights.plan.topology import Links
+from skyrl_mega.weights.plan.topology import Links, Topology
 
 CHUNK_BYTES = 4 << 20
 """Largest size of a chunk (at least one row)."""
@@ -95,16 +95,14 @@ class _Part(NamedTuple):
 def file_inputs(inputs: SyncInputs) -> SyncInputs:
     """Returns the inputs of the plan of a publication: one engine in a node of its own, so that each box has a single
     owner, and owners take equal shares."""
-    ranks, workers = len(inputs.sources), inputs.workers
+    ranks, workers = inputs.ranks, inputs.workers
     devices = max(ranks, workers)
     links = Links(gpus_per_node=devices, nics_per_node=devices)
+    topology = Topology(tuple(range(ranks)), tuple(range(devices, devices + workers)), links)
     return replace(
         inputs,
-        engines={**inputs.engines, "count": 1},
         members=(0,),
-        sources=tuple(range(ranks)),
-        targets=tuple(range(devices, devices + workers)),
-        links=links.__dict__.copy(),
+        topology=asdict(topology),
     )
 
 
@@ -145,10 +143,9 @@ class Publisher:
         steps, _ = rank_program(
             transfers,
             wire,
-            Role(rank, rank, ends.policy.shards[rank], None, None),
+            Role(rank, ends.policy.shards[rank], None),
             bucket_bytes=BUCKET_BYTES,
             in_flight=2,
-            source_base=0,
             target_base=transfers.sources,
             owners={process: process for process in range(transfers.sources + transfers.targets)},
         )

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_mega.kernels.block_fp8 import BLOCK, block_amax, scales
@@ -18,6 +19,11 @@ from skyrl_mega.weights.plan.intersect import Ints
 Agree = Callable[[Tensor], None]
 """Function that replaces a float32 vector in place by the element-wise maximum over all policy ranks; every rank calls
 it once a run."""
+
+
+def largest_of_all(amax: Tensor) -> None:
+    """Replaces `amax` in place by the element-wise maximum over the policy ranks (`Agree`)."""
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
 
 
 class Scales:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.weights.plan.assign import Route
 from skyrl_mega.weights.plan.intersect import TransferClasses, TransferTable
 from skyrl_mega.weights.plan.plan import Plan
-from skyrl_mega.weights.plan.topology import Links, PoolLinks, Topology
+from skyrl_mega.weights.plan.topology import Topology
 
-VERSION = 3
+VERSION = 4
 """Version of the planning algorithm and file format; to be raised with any change of either."""
 
 log = logging.getLogger(__name__)
@@ -75,10 +75,7 @@ def _write(path: Path, key_text: str, plan: Plan) -> None:
     header = {
         "key": key_text,
         "tensors": {name: list(shape) for name, shape in parts.tensors.items()},
-        "sources": plan.topology.sources,
-        "targets": plan.topology.targets,
-        "links": asdict(plan.topology.links),
-        "pool": asdict(plan.topology.pool) if plan.topology.pool else None,
+        "topology": asdict(plan.topology),
     }
     arrays: dict[str, Any] = {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
@@ -96,15 +93,12 @@ def _write(path: Path, key_text: str, plan: Plan) -> None:
         "route_parts_count": np.array([len(r.parts) for r in routes], np.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".plan-", delete=False) as file:
-        try:
+    with partial_file(path) as partial:
+        with partial.open("wb") as file:
             np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        partial.replace(path)
 
 
 def _read(path: Path, key_text: str) -> Plan:
@@ -119,10 +113,8 @@ def _read(path: Path, key_text: str) -> Plan:
     routed = _parted(a["route_parts"], a["route_parts_count"])
     rows = zip(a["route_source"].tolist(), receivers, routed, strict=True)
     routes = tuple(Route(source, tuple(to.tolist()), which) for source, to, which in rows)
-    topology = Topology(
-        tuple(header["sources"]), tuple(header["targets"]), Links(**header["links"]), PoolLinks.of(header["pool"])
-    )
-    return Plan(TransferClasses(parts, a["kind"], a["holders"], a["takers"]), routes, topology)
+    demand = TransferClasses(parts, a["kind"], a["holders"], a["takers"])
+    return Plan(demand, routes, Topology.of(header["topology"]))
 
 
 def _joined(rows: list[Any]) -> np.ndarray:

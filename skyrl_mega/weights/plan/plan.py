@@ -79,14 +79,6 @@ class Plan:
         """Bytes of each route's parts, counted once whatever the number of receivers, [routes]."""
         return np.array([self.parts.nbytes[route.parts].sum() for route in self.routes], np.int64)
 
-    def from_source(self, rank: int) -> list[Route]:
-        """Returns the routes sent by source rank `rank`."""
-        return [route for route in self.routes if route.source == rank]
-
-    def to_target(self, rank: int) -> list[Route]:
-        """Returns the routes that deliver to target rank `rank`, directly or forwarded by another rank."""
-        return [route for route in self.routes if rank in route.receivers]
-
     @cached_property
     def bytes_out(self) -> list[int]:
         """Bytes sent by each source rank to first receivers, including receivers on the same device."""

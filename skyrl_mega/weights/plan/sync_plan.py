@@ -13,13 +13,26 @@ from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.derived import planned_device, policy_ranks
 from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.box import Layout
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.fp8.format import Wire, quantised, scale_shapes, with_scales
-from skyrl_mega.weights.plan.endpoints import Endpoints, EnginesLayout, engines_of, lay_out
 from skyrl_mega.weights.plan.plan import Plan, plan
 from skyrl_mega.weights.plan.topology import Links, PoolLinks, Topology
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """The layouts and devices of both ends of a sync."""
+
+    policy: Layout
+    """The boxes of each policy rank."""
+    engines: Layout
+    """The boxes of each worker of the first engine, then of the second, …"""
+    topology: Topology
+    """Devices of policy ranks and engine workers."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +46,15 @@ class SyncInputs:
     spec: Spec
     """The policy's layer spec, the source of parameter names."""
     engines: dict[str, Any]
-    """Fields of `EnginesLayout`, for all engines with a device in `targets`."""
+    """Fields of an engine's `EngineCut`."""
     members: tuple[int, ...]
     """Numbers of the participating engines among all engines."""
-    sources: tuple[int, ...]
-    """Device of each policy rank."""
-    targets: tuple[int, ...]
-    """Device of each worker of all engines."""
-    links: dict[str, Any]
-    """Fields of `Links`."""
+    topology: dict[str, Any]
+    """Fields of `Topology`: the devices of the policy ranks, and of the workers of all engines."""
     dtype: str
     """Wire type of all tensors not quantised."""
     fp8: bool
     """True if linear weights are sent as block-scaled FP8."""
-    pool: dict[str, Any] | None = None
-    """Fields of `PoolLinks`, the engines' nodes if they are of another kind."""
 
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
@@ -65,26 +72,27 @@ class SyncInputs:
         apart = config.cluster.pools.engines is not None
         pool = PoolLinks(config.cluster.nodes, Links.from_config(engine_cluster(config))) if apart else None
         topology = Topology.from_placement(placement, Links.from_config(config.cluster), pool)
-        layout = engines_of(config)
-        layout = replace(layout, count=len(placement.engines) // layout.workers)  # engines join and leave
+        cut = EngineCut.of(config.rollout)
         return cls(
             hf=dict(hf),
             parallel=asdict(ParallelDims.from_config(config.policy.layout, policy_ranks(config))),
             spec=layer_spec(config.policy.spec, planned_device(config)),
-            engines=asdict(layout),
-            members=tuple(range(layout.count)),
-            sources=topology.sources,
-            targets=topology.targets,
-            links=asdict(topology.links),
+            engines=asdict(cut),
+            members=tuple(range(len(placement.engines) // cut.workers)),  # engines join and leave
+            topology=asdict(topology),
             dtype=config.model.dtype,
             fp8=config.weights.wire == "fp8",
-            pool=asdict(topology.pool) if topology.pool else None,
         )
+
+    @property
+    def ranks(self) -> int:
+        """Number of policy ranks."""
+        return len(self.topology["sources"])
 
     @property
     def workers(self) -> int:
         """Number of workers per engine: tensor · data."""
-        return EnginesLayout(**self.engines).workers
+        return EngineCut(**self.engines).workers
 
     @property
     def float32(self) -> frozenset[str]:
@@ -98,14 +106,15 @@ class SyncInputs:
         Raises:
             UserError: The model is not supported, or cannot be split into a layout.
         """
-        topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links), PoolLinks.of(self.pool))
-        ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, EnginesLayout(**self.engines), topology)
-        ends = ends.only(self.members, self.workers)
-        wire = wire_of(self.dtype, self.fp8, ends.engines.tensors, self.float32)
-        if not wire.quantised:
-            return ends, wire
-        policy, engines = with_scales(ends.policy, wire.quantised), with_scales(ends.engines, wire.quantised)
-        return Endpoints(ends.parallel, policy, engines, ends.topology), wire
+        arch, cut, topology = architecture(self.hf), EngineCut(**self.engines), Topology.of(self.topology)
+        policy = arch.megatron_layout(self.hf, ParallelDims(**self.parallel), self.spec)
+        engines = arch.engine_layout(self.hf, cut.tensor, len(self.members), cut.expert_parallel, cut.data)
+        workers = (engine * cut.workers + worker for engine in self.members for worker in range(cut.workers))
+        topology = replace(topology, targets=tuple(topology.targets[worker] for worker in workers))
+        wire = wire_of(self.dtype, self.fp8, engines.tensors, self.float32)
+        if wire.quantised:
+            policy, engines = with_scales(policy, wire.quantised), with_scales(engines, wire.quantised)
+        return Endpoints(policy, engines, topology), wire
 
     def plan(self) -> Plan:
         """Returns the transfer plan from the policy to the engines `members`; takes seconds for a large model, and

@@ -6,7 +6,7 @@ many NICs as GPUs, NICs are not shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,11 +57,6 @@ class PoolLinks:
     first_node: int
     links: Links
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any] | None) -> PoolLinks | None:
-        """Returns the pool with these fields, as from `asdict`; None for None."""
-        return None if fields is None else cls(fields["first_node"], Links(**fields["links"]))
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -75,6 +70,13 @@ class Topology:
     """Hardware of the nodes."""
     pool: PoolLinks | None = None
     """Nodes of another kind; None if all are alike."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Topology:
+        """Returns the topology with these fields, as from `asdict`; lists count as tuples."""
+        pool = fields["pool"]
+        pool = pool and PoolLinks(pool["first_node"], Links(**pool["links"]))
+        return cls(tuple(fields["sources"]), tuple(fields["targets"]), Links(**fields["links"]), pool)
 
     @classmethod
     def from_placement(cls, placement: RunPlacement, links: Links, pool: PoolLinks | None = None) -> Topology:
@@ -93,14 +95,10 @@ class Topology:
         return cls(placement.policy, placement.engines, links, pool)
 
     @classmethod
-    def separate(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
+    def separate(cls, sources: int, targets: int, links: Links = Links()) -> Topology:
         """Returns a topology with a device of its own for each rank, source ranks first, for layouts without a run's
-        settings. A node has `links.gpus_per_node` devices, and may hold source and target ranks.
-
-        Target ranks form engines of `engine` ranks, the last perhaps of fewer. An engine small enough for a node never
-        straddles two nodes: devices are left out instead.
-        """
-        return cls(tuple(range(sources)), tuple(_packed(sources, targets, engine, links.gpus_per_node)), links)
+        settings. A node has `links.gpus_per_node` devices, and may hold source and target ranks."""
+        return cls(tuple(range(sources)), tuple(range(sources, sources + targets)), links)
 
     @classmethod
     def shared(cls, sources: int, targets: int, links: Links = Links()) -> Topology:
@@ -159,13 +157,3 @@ class Topology:
         node, gpu = np.divmod(devices, self.per_node)
         nics, gpus = (self.by_node(name).astype(np.int64)[node] for name in ("nics_per_node", "gpus_per_node"))
         return node * self.nics_per_node + np.minimum(gpu, gpus - 1) * nics // gpus
-
-
-def _packed(first: int, count: int, engine: int, node: int) -> Iterator[int]:
-    """Yields devices for `count` ranks from device `first` on, engine by engine."""
-    at = first
-    for rank in range(count):
-        if rank % engine == 0 and engine <= node < at % node + engine:
-            at += node - at % node
-        yield at
-        at += 1

@@ -16,7 +16,6 @@ import struct
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,27 +39,24 @@ SLOT_ALIGNMENT = 256
 """Alignment of a buffer in bytes, as of memory from the allocator."""
 
 
-def device_owners(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
+def device_owners(topology: Topology, target_base: int) -> dict[int, int]:
     """Returns process → owner of its device for all processes. The owner, the first process on the device (policy ranks
     before engine workers), sends and receives for the others. A process alone on a device owns the device.
 
     Args:
         topology: Devices of the ranks.
-        source_base, target_base: Process numbers of source rank 0 and target rank 0; a process may be both.
+        target_base: Process number of target rank 0. Source rank s is process s; a process may be both.
 
     Raises:
         ValueError: Two policy ranks share a device.
     """
-    device_of: dict[int, int] = {}
-    for base, devices in ((source_base, topology.sources), (target_base, topology.targets)):
-        for rank, device in enumerate(devices):
-            device_of.setdefault(base + rank, device)
+    device_of = dict(enumerate(topology.targets, target_base)) | dict(enumerate(topology.sources))
     first: dict[int, int] = {}
     owners = {}
-    for process, device in device_of.items():
+    for process, device in sorted(device_of.items()):
         owners[process] = first.setdefault(device, process)
-        if owners[process] != process and 0 <= process - source_base < len(topology.sources):
-            raise ValueError(f"source ranks {owners[process] - source_base} and {process - source_base} share a device")
+        if owners[process] != process and process < len(topology.sources):
+            raise ValueError(f"source ranks {owners[process]} and {process} share a device")
     return owners
 
 
@@ -363,7 +359,7 @@ def _connect_to_owner(transport: Transport, owner: int, deadline: Deadline) -> T
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(deadline.left())
     try:
-        connection.connect(str(Path(store.get(f"door/{owner}").decode())))
+        connection.connect(store.get(f"door/{owner}").decode())
         connection.sendall(_HELLO.pack(transport.rank))
     except OSError as error:
         raise transport.failed(owner, "its device's channel", str(error), timed_out=False) from None
