@@ -194,9 +194,11 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     if length_limit(config.rollout) > longest:
         source = "model.max_length" if config.model.max_length else "max_position_embeddings"
         has_limit = config.rollout.max_length is not None
-        lower = "it, or give null" if has_limit else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
+        limits = () if has_limit else ("rollout.max_prompt_tokens", "rollout.sampling.max_tokens")
+        lower = " or ".join(limits) or "it, or give null"
         raise UserError(
             f"sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
             f"{longest} ({source}); lower {lower}",
             key="rollout.max_length",
+            settings=limits,
         )

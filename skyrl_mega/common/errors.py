@@ -23,11 +23,23 @@ class UserError(Exception):
         key: The setting, option or file with the mistake; empty if the problem names it.
         value: The user's value as text; empty for an error without a value.
         fix: Settings to paste or steps to take; empty if the problem alone says what is allowed.
+        settings: Settings besides `key` that could repair the mistake; a search for a fix tries them first.
+        together: Two settings that repair the mistake if both change; () if one is enough.
     """
 
-    def __init__(self, problem: object, *, key: object = "", value: object = NO_VALUE, fix: str = "") -> None:
+    def __init__(
+        self,
+        problem: object,
+        *,
+        key: object = "",
+        value: object = NO_VALUE,
+        fix: str = "",
+        settings: tuple[str, ...] = (),
+        together: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(problem)
         self.problem, self.key, self.fix = str(problem), str(key), fix
+        self.settings, self.together = settings, together
         self.value = "" if value is NO_VALUE else str(value)
 
     def __str__(self) -> str:

@@ -200,4 +200,5 @@ def _check_recompute(policy: PolicyConfig) -> None:
                 f"recompute_granularity=full needs it; give {allowed}, or policy.recompute=full "
                 "and no options recompute_*",
                 key=f"policy.options.{name}",
+                settings=("policy.recompute",),
             )

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 from skyrl_mega.common.errors import NO_VALUE, UserError
 from skyrl_mega.common.values import WIDEST, shown
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.schema.fields import Refusals
+from skyrl_mega.config.schema.fields import Refusal, Refusals
 
 P = ParamSpec("P")
 
@@ -25,9 +25,16 @@ def raise_first(config: Config, refusals: Refusals) -> None:
     Raises:
         UserError: A setting is refused; names key, value, reason and fix.
     """
-    for key, problem, *rest in refusals:
-        value = rest[1] if len(rest) > 1 else _value(config, key)
-        raise UserError(problem, key=key, value=value, fix=rest[0] if rest else "")
+    for given in refusals:
+        refused = given if isinstance(given, Refusal) else Refusal(*given)
+        raise UserError(
+            refused.problem,
+            key=refused.key,
+            value=_value(config, refused.key) if refused.value is None else refused.value,
+            fix=refused.fix,
+            settings=refused.settings,
+            together=refused.together,
+        )
 
 
 def raising(rule: Callable[Concatenate[Config, P], Refusals]) -> Callable[Concatenate[Config, P], None]:

@@ -55,6 +55,7 @@ def check(
                 f"{('the cut would part numbers that share a scale' if size > 1 else 'Transformer Engine does')}"
                 f"; allowed is {fix}policy.precision.recipe=model",
                 key=recipe,
+                settings=(f"{key}.{cut.dimension}",),
             )
 
 

@@ -164,6 +164,7 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
                 f"{parallel.pipeline} does not divide the model's {decoder.layers} layers; choose a divisor of "
                 f"{decoder.layers}, or give {key}.first_stage_layers{example} or last_stage_layers",
                 key=f"{key}.pipeline",
+                settings=(f"{key}.first_stage_layers",),
             ) from None
         slices = parallel.pipeline * parallel.virtual_pipeline
         raise UserError(

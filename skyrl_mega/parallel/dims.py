@@ -61,22 +61,27 @@ class ParallelDims:
                     f"{factors} = {product} does not divide the {self.ranks} ranks; give {ranks} as a multiple of "
                     f"{product}",
                     key=key,
+                    settings=(ranks, *(f"{key}.{name}" for name in names)),
                 )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise UserError(
                 f"{self.virtual_pipeline} needs {key}.pipeline of at least 2; raise it, or give 1",
                 key=f"{key}.virtual_pipeline",
+                settings=(f"{key}.pipeline",),
             )
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
             if layers is not None and self.pipeline == 1:
                 raise UserError(
-                    f"{layers} needs {key}.pipeline of at least 2; raise it, or give null", key=f"{key}.{name}"
+                    f"{layers} needs {key}.pipeline of at least 2; raise it, or give null",
+                    key=f"{key}.{name}",
+                    settings=(f"{key}.pipeline",),
                 )
             if layers is not None and layers % self.virtual_pipeline:
                 raise UserError(
                     f"{layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}; choose one",
                     key=f"{key}.{name}",
+                    settings=(f"{key}.virtual_pipeline",),
                 )
 
     @classmethod

@@ -151,6 +151,7 @@ def _gpu_problems(
             "shorter sequences",
             key="rollout.memory_fraction",
             value=fraction,
+            settings=("rollout.tensor", "rollout.concurrency") if sampled else ("rollout.tensor",),
         )
 
     def allowed(other: Config) -> bool:
@@ -182,13 +183,13 @@ def _too_small(engine: EngineMemory) -> str:
 
 
 def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> UserError:
-    hint = ""
-    if name == "critic" and not config.critic.optimizer.streamed:
-        hint = "; critic.optimizer.streamed = true has the optimizer's state in host memory"
+    resident = name == "critic" and not config.critic.optimizer.streamed
+    hint = "; critic.optimizer.streamed = true has the optimizer's state in host memory" if resident else ""
     return UserError(
         f"rank {rank} needs about {_gib(needs.peak)} GiB ({describe_kinds(needs.phase(needs.busiest))}), at "
         f"least {_gib(needs.lower_bound)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){hint}",
         key=name,
+        settings=("critic.optimizer.streamed",) if resident else (),
     )
 
 

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, islice
@@ -17,8 +16,6 @@ from skyrl_mega.planner.candidates import KNOBS, Change, changed, combined, near
 Verdict = Callable[[Config], UserError | None]
 """Function returning the error of settings, or None if valid."""
 
-NAME = re.compile(r"([a-z_]+(?:\.[a-z_]+)*)(=?)")
-"""A possible name of a setting, and the sign after it in an assignment."""
 OFFERED = 3
 """Maximum number of fixes shown."""
 SECONDS = 5.0
@@ -30,8 +27,8 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
     """Returns up to `OFFERED` alternatives, each of which alone leads to valid settings: changes of a single setting,
     or else of two. [] if none is found in `SECONDS` of processor time.
 
-    Tries settings named by the error first, then settings with a value proposed by the error (`key=`). Changes of the
-    number of nodes come last.
+    Tries settings named by the error first; among pairs, the pair that the error names (`UserError.together`). Changes
+    of the number of nodes come last.
 
     Args:
         config: The invalid settings.
@@ -39,13 +36,13 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
         error: The error of `config`.
     """
     end = time.process_time() + SECONDS
-    named, proposed = settings_of(error)
+    named = _named_by(error)
     others = [key for key, knob in KNOBS.items() if key not in named and not knob.only_named]
-    singles = [(key,) for key in [*named, *sorted(others, key=lambda key: key not in proposed)] if key != MORE_NODES]
+    singles = [(key,) for key in [*named, *others] if key != MORE_NODES]
     group = error.key.partition(".")[0]
     pairs = sorted(
         combinations([key for key, knob in KNOBS.items() if knob.paired], 2),
-        key=lambda pair: (not proposed.issuperset(pair), -sum(key.startswith(group) for key in pair)),
+        key=lambda pair: (pair != error.together, -sum(key.startswith(group) for key in pair)),
     )
     machines = [pair for pair in pairs if MORE_NODES in pair]
 
@@ -99,17 +96,10 @@ def _passing(config: Config, changes: Iterable[Change], verdict: Verdict, end: f
 
 
 def concerns_settings(error: UserError) -> bool:
-    """Returns True if an error names a setting in `KNOBS`, proposes a value for such a setting, or is about a group
-    with such settings."""
-    return any(settings_of(error)) or any(key.rpartition(".")[0] == error.key for key in KNOBS)
+    """Returns True if an error names a setting in `KNOBS`, or is about a group with such settings."""
+    return bool(_named_by(error)) or any(key.rpartition(".")[0] == error.key for key in KNOBS)
 
 
-def settings_of(error: UserError) -> tuple[list[str], set[str]]:
-    """Returns the settings in `KNOBS` named by an error's text, in the order of `KNOBS`, and the settings with a value
-    proposed by the text (`key=`).
-
-    An error about a group (`policy.layout`) names the settings of the group by their last part (`tensor`).
-    """
-    words = NAME.findall(f"{error.key} {error.problem} {error.fix}")
-    named = {name for name, sign in words if not sign} | {f"{error.key}.{name}" for name, _ in words}
-    return [key for key in KNOBS if key in named], {name for name, sign in words if sign}.intersection(KNOBS)
+def _named_by(error: UserError) -> list[str]:
+    """Returns the settings in `KNOBS` named by an error as its key or in its `settings`, in the order of `KNOBS`."""
+    return [key for key in KNOBS if key in (error.key, *error.settings)]

@@ -127,6 +127,7 @@ def misfit(
         f"a GPU{stays}; {_largest_fraction(config, gpus)}; {_smaller_keep(config, gpus, allowed)}",
         key="rollout.memory_fraction",
         value=f"{config.rollout.memory_fraction:g}",
+        settings=("residency.keep",),
     )
 
 

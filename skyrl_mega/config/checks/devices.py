@@ -18,7 +18,7 @@ from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.residency import CRITIC, ENGINE, kept
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.schema.fields import Refusals, duplicates
+from skyrl_mega.config.schema.fields import Refusal, Refusals, duplicates
 
 INCOMPATIBLE_ARGUMENTS = {
     "enable_lora": "no weight sync brings adapters",
@@ -67,7 +67,7 @@ def check_profile(c: Config) -> Refusals:
     beyond = [rank for rank in profile.ranks if rank >= ranks]
     if profile.steps and beyond:
         why = f"there is no policy rank {beyond[0]}; allowed are 0 to {ranks - 1} (policy.ranks)"
-        yield "telemetry.profile.ranks", why
+        yield Refusal("telemetry.profile.ranks", why, settings=("policy.ranks",))
     late = [step for step in profile.steps if steps is not None and step > steps]
     if late:
         yield "telemetry.profile.steps", f"there is no step {late[0]}; allowed are 1 to {steps} (run.steps)"
@@ -191,15 +191,27 @@ def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refus
         # roles without an explicit number use as many ranks as the policy
         following = sum(count > 0 and not explicit[name] for name, count in remaining.items())
         available = (total - sum(count for name, count in remaining.items() if explicit[name])) // (1 + following)
-        fix = f"policy.ranks={available}" if available > 0 else "fewer rollout.engines"
-        if c.cluster.shared and 0 < available < c.rollout.engines * engine_ranks(c.rollout):
-            max_engines = available // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
-            fix += f" rollout.engines={max_engines}" if max_engines else " with smaller engines (rollout.tensor)"
-        yield (
+        fix, other = _fewer_gpus(c, available)
+        yield Refusal(
             "policy.ranks",
             f"{parts} GPUs are more than cluster.nodes · gpus_per_node = {total}; allowed is a sum of at most {total}: "
             f"{fix}, or more nodes",
+            settings=(*other, "cluster.nodes"),
+            together=("policy.ranks", *other) if available > 0 else (),
         )
+
+
+def _fewer_gpus(c: Config, ranks: int) -> tuple[str, tuple[str, ...]]:
+    """Returns the change to `ranks` policy ranks as text, and the setting that must change too, if any. With `ranks` of
+    0 or less, only engines can change."""
+    if ranks <= 0:
+        return "fewer rollout.engines", ("rollout.engines",)
+    size, fix = engine_ranks(c.rollout), f"policy.ranks={ranks}"
+    if not c.cluster.shared or ranks >= c.rollout.engines * size:
+        return fix, ()
+    if ranks < size:
+        return f"{fix} with smaller engines (rollout.tensor)", ("rollout.tensor",)
+    return f"{fix} rollout.engines={ranks // size}", ("rollout.engines",)  # a worker has the GPU of a policy rank
 
 
 def _engine_count_refusals(c: Config, engines: int) -> Refusals:
@@ -208,10 +220,11 @@ def _engine_count_refusals(c: Config, engines: int) -> Refusals:
     total = cluster.nodes * cluster.gpus_per_node
     if engines > total:
         nodes = "cluster.pools.engines.nodes" if pool else "cluster.nodes"
-        yield (
+        yield Refusal(
             "rollout.engines",
             f"with rollout.tensor = {c.rollout.tensor} they need {engines} GPUs, more than {nodes} · "
             f"gpus_per_node = {total}; give fewer",
+            settings=("rollout.tensor", nodes),
         )
 
 
@@ -228,27 +241,30 @@ def _engine_size_refusals(c: Config, planned: bool) -> Refusals:
         in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
         yield "rollout.tensor", f"allowed is at most {group}.gpus_per_node = {node}{in_plan}"
     elif engine_ranks(c.rollout) > node and not planned:
-        yield (
+        yield Refusal(
             "rollout.options.data_parallel_size",
             f"with rollout.tensor = {c.rollout.tensor} an engine has {engine_ranks(c.rollout)} GPUs, and in a run an "
             f"engine must fit into a node of {group}.gpus_per_node = {node}; allowed is at most "
             f"{node // c.rollout.tensor}",
+            settings=("rollout.tensor",),
         )
 
 
 def _shared_refusals(c: Config, engines: int, policy: int) -> Refusals:
     """Yields a reason if engine worker w cannot share the GPU of policy rank w."""
     if engines > policy:
-        yield (
+        yield Refusal(
             "rollout.engines",
             "with cluster.shared the workers of all engines have GPUs of policy ranks, and these are "
             f"{engines} workers, more than policy.ranks = {policy}; allowed is at most "
             f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false",
+            settings=("policy.ranks", "cluster.shared"),
         )
     node, size = c.cluster.gpus_per_node, engine_ranks(c.rollout)
     if node % size and size % node:
-        yield (
+        yield Refusal(
             "rollout.tensor" if size == c.rollout.tensor else "rollout.options.data_parallel_size",
             "with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would lie in two nodes; "
             f"allowed are divisors of cluster.gpus_per_node = {node}",
+            settings=("cluster.shared",),
         )

@@ -18,7 +18,7 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.endpoints import entries
-from skyrl_mega.config.schema.fields import Refusals
+from skyrl_mega.config.schema.fields import Refusal, Refusals
 
 GROUP = "group"
 """Direct weight sync: `weights.transport` and `sync` of a server."""
@@ -96,16 +96,18 @@ def check_rollout(c: Config) -> Refusals:
     yield from c.evaluation.refusals()
     yield from retriever.refusals()
     if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
-        yield (
+        yield Refusal(
             "environment.retriever.timeout_s",
             f"allowed is less than rollout.env_timeout_s = {r.env_timeout_s:g}, so that the policy learns of a failed "
             "search before the environment's step times out",
+            settings=("rollout.env_timeout_s",),
         )
     if (c.evaluation.max_tokens or 0) > response:
-        yield (
+        yield Refusal(
             "evaluation.max_tokens",
             f"allowed is at most {response}, the tokens of a whole response; raise rollout.max_response_tokens, or "
             "give less",
+            settings=("rollout.max_response_tokens",),
         )
     yield from r.refusals()
     if c.model.build and c.model.build.max_length < length_limit(r):

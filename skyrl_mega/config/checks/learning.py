@@ -7,7 +7,7 @@ from dataclasses import fields
 from skyrl_mega.config.derived import has_critic, response_limit
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import AlgorithmConfig, Config, CriticConfig, GaeConfig
-from skyrl_mega.config.schema.fields import Refusals
+from skyrl_mega.config.schema.fields import Refusal, Refusals
 
 CORRECTION = "algorithm.importance_cap=2"
 """Usual correction for training on tokens of older weights."""
@@ -47,7 +47,7 @@ def check_samples(c: Config) -> Refusals:
         yield "reference.ranks", "it needs reference.layout; without one the policy's ranks are shared"
     if a.overlong.buffer > response_limit(c.rollout):
         why = f"allowed is at most the {response_limit(c.rollout)} tokens of a response (rollout.max_response_tokens)"
-        yield "algorithm.overlong.buffer", why
+        yield Refusal("algorithm.overlong.buffer", why, settings=("rollout.max_response_tokens",))
 
 
 @raising
@@ -71,10 +71,11 @@ def check_algorithm(c: Config) -> Refusals:
             f"the {limit} tokens of the longest response",
         )
     if a.loss == "kl_cov" and c.data.one_update and a.old_logprobs == "policy":
-        yield (
+        yield Refusal(
             "algorithm.loss",
             "the only optimizer step of an RL step would punish nothing, as no token has moved yet; give "
             "data.mini_batch_prompts, data.epochs_per_step of at least 2, or algorithm.loss=clip_cov",
+            settings=("data.mini_batch_prompts",),
         )
 
 
@@ -122,11 +123,12 @@ def check_asynchrony(c: Config) -> Refusals:
     off = "asynchrony.mode=off" + ("" if usual else " and leave out asynchrony.max_staleness")
     needs = f", and {CORRECTION} for what is stale" if staleness and not corrected else ""
     if c.cluster.shared:
-        yield (
+        yield Refusal(
             "asynchrony.mode",
             "engines and policy compute at the same time, and cluster.shared gives them the same GPUs; they take turns "
             f"with {off}, and have GPUs of their own with cluster.shared=false, residency.keep=null{needs} (--simulate "
             "compares both)",
+            settings=("cluster.shared", "residency.keep"),
         )
     if c.residency.keep is not None:
         why = "engines and policy compute at the same time, so nothing can take turns"

@@ -6,12 +6,26 @@ Rules between the fields of a group are the group's method `refusals`; rules bet
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-Refusals = Iterator[tuple[str, ...]]
-"""Refused settings: key, problem; optionally fix; optionally the value as text, otherwise read from the settings. An
-empty value is not shown."""
+
+@dataclass(frozen=True)
+class Refusal:
+    """A refused setting."""
+
+    key: str
+    problem: str
+    """What is wrong, and what is allowed. The rest is as in `UserError`."""
+    fix: str = ""
+    value: str | None = None
+    """The value as text; "" is not shown, and None stands for the value in the settings."""
+    settings: tuple[str, ...] = field(default=(), kw_only=True)
+    together: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+Refusals = Iterator[Refusal | tuple[str, ...]]
+"""Refused settings; a tuple has the first two, three or four fields of a `Refusal`."""
 
 
 def one_of(*allowed: str, former: dict[bool, str] | None = None) -> Any:

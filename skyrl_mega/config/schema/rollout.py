@@ -8,7 +8,7 @@ from typing import Any, Optional
 from skyrl_mega.config.schema.drafts import DraftsConfig
 from skyrl_mega.config.schema.elastic import ElasticConfig
 from skyrl_mega.config.schema.endpoints import refusals as endpoint_refusals
-from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
+from skyrl_mega.config.schema.fields import MOST, Refusal, Refusals, at_least, between, one_of
 
 
 @dataclass
@@ -127,16 +127,18 @@ class RolloutConfig:
             yield "rollout.generator_options", "there is no generator; give rollout.generator, or leave the options out"
         if self.sampling.max_tokens > (self.max_response_tokens or self.sampling.max_tokens):
             why = f"allowed is at most rollout.max_response_tokens = {self.max_response_tokens}"
-            yield "rollout.sampling.max_tokens", why
+            yield Refusal("rollout.sampling.max_tokens", why, settings=("rollout.max_response_tokens",))
         if self.max_input_tokens is not None and self.max_input_tokens < self.max_prompt_tokens:
-            yield (
+            yield Refusal(
                 "rollout.max_input_tokens",
                 f"allowed is at least rollout.max_prompt_tokens = {self.max_prompt_tokens}, or a prompt would have no "
                 "turn; or null",
+                settings=("rollout.max_prompt_tokens",),
             )
         if self.max_length is not None and self.max_length <= self.max_prompt_tokens:
-            yield (
+            yield Refusal(
                 "rollout.max_length",
                 f"allowed is more than rollout.max_prompt_tokens = {self.max_prompt_tokens}; or null, which takes "
                 "prompt + response",
+                settings=("rollout.max_prompt_tokens",),
             )
