@@ -23,6 +23,11 @@ LOG_RATIO_LIMIT = 20.0
 """Bound on log-ratios: exp of a larger value overflows, and a single token would turn every gradient into NaN."""
 
 
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """Returns exp of log-ratios clamped to ±`LOG_RATIO_LIMIT`, with the shape of `log_ratios`; differentiable."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
 MAX_CHANGE = 0.2
 """Largest relative distance from the target that the adaptation uses."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT, kl
+from skyrl_mega.algorithms.kl import bounded_exp, kl
 from skyrl_mega.algorithms.losses.correction import correction
 from skyrl_mega.algorithms.losses.inputs import LossInputs, Metrics
 from skyrl_mega.config.schema import AlgorithmConfig
@@ -103,7 +103,7 @@ def total(inputs: LossInputs, losses_L: Tensor, metrics: Metrics, algorithm: Alg
         logprobs_L, reference_L = inputs.clean(inputs.logprobs_L), inputs.clean(inputs.reference_L.detach())
         kl_L = kl(logprobs_L, reference_L, algorithm.kl.estimator)
         if algorithm.kl.unbiased:
-            kl_L = kl_L * log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            kl_L = kl_L * bounded_exp(log_ratio(inputs))
         if inputs.kl_weights_L is None:
             metrics["kl"] = inputs.mean(kl_L)
             losses_L = losses_L + algorithm.kl.coefficient * kl_L

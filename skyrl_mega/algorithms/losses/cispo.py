@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, log_ratio, ratio_metrics, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 
@@ -22,7 +21,7 @@ def cispo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metri
     Raises:
         ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
-    ratio_L = log_ratio(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(log_ratio(inputs).detach())
     weight_L = ratio_L.clamp(1 - algorithm.cispo.clip_low, 1 + algorithm.cispo.clip_high)
     losses_L = -weight_L * inputs.clean(inputs.advantages_L) * inputs.clean(inputs.logprobs_L)
     return total(inputs, losses_L, ratio_metrics(inputs, ratio_L, weight_L != ratio_L), algorithm)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.kl import bounded_exp
 from skyrl_mega.algorithms.losses.inputs import LossInputs, Metrics
 from skyrl_mega.config.schema import AlgorithmConfig
 
@@ -111,4 +111,4 @@ def _outside(ratio_L: Tensor, low: float | None, high: float | None) -> Tensor:
 
 def _ratio(inputs: LossInputs, gap_L: Tensor, level: str) -> Tensor:
     of_level = {"token": lambda gap: gap, "sequence": inputs.sequence_sum, "geometric": inputs.sequence_mean}
-    return of_level[level](gap_L).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return bounded_exp(of_level[level](gap_L))

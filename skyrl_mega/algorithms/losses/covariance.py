@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT, bounded_exp
 from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, clipped_surrogate, log_ratio, ratio_metrics, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
@@ -19,7 +19,7 @@ def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Me
         ValueError: `high_covariance_L`, or a column that `total` needs, is missing.
     """
     chosen_L = _chosen(inputs)
-    ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(log_ratio(inputs))
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
     losses_L, metrics = clipped_surrogate(inputs, ratio_L, *clips)
     metrics["covariance_fraction"] = inputs.mean(chosen_L.to(losses_L.dtype))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, log_ratio, ratio_metrics, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 TINY = 1e-12
@@ -65,6 +64,6 @@ def _masked(
     risen_L = (advantages_L > 0) & (d_L > 0) & (distance_L > high)
     fallen_L = (advantages_L < 0) & (d_L < 0) & (distance_L > low)
     left_out_L = risen_L | fallen_L
-    ratio_L = d_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(d_L)
     losses_L = torch.where(left_out_L, 0.0, -ratio_L * advantages_L)
     return total(inputs, losses_L, ratio_metrics(inputs, ratio_L, left_out_L), algorithm)

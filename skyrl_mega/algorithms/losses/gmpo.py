@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, log_ratio, ratio_metrics, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 
@@ -35,6 +34,6 @@ def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     sign_L = advantages_L.sign()
     bounded_L = d_L.clamp(-algorithm.gmpo.clip_low, algorithm.gmpo.clip_high)
     pessimist_L = sign_L * torch.minimum(sign_L * d_L, sign_L * bounded_L)
-    ratio_L = inputs.sequence_mean(pessimist_L).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(inputs.sequence_mean(pessimist_L))
     clipped_L = (pessimist_L != d_L) & (advantages_L != 0)
     return total(inputs, -ratio_L * advantages_L, ratio_metrics(inputs, ratio_L, clipped_L), algorithm)

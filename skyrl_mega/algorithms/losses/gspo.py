@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, clipped_surrogate, log_ratio, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, clipped_surrogate, log_ratio, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 
@@ -28,8 +27,7 @@ def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
         AssertionError: `sequence_L` is missing.
         ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
-    mean_L = inputs.sequence_mean(log_ratio(inputs))
-    ratio_L = mean_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(inputs.sequence_mean(log_ratio(inputs)))
     clips = algorithm.gspo.clip_low, algorithm.gspo.clip_high, algorithm.dual_clip
     losses_L, metrics = clipped_surrogate(inputs, ratio_L, *clips)
     return total(inputs, losses_L, metrics, algorithm)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, clipped_surrogate, log_ratio, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, clipped_surrogate, log_ratio, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 
@@ -22,7 +21,7 @@ def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics
     Raises:
         ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
-    ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(log_ratio(inputs))
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
     losses_L, metrics = clipped_surrogate(inputs, ratio_L, *clips)
     return total(inputs, losses_L, metrics, algorithm)

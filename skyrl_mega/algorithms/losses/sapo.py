@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
-from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, bounded_exp, log_ratio, ratio_metrics, total
 from skyrl_mega.config.schema import AlgorithmConfig
 
 
@@ -25,7 +24,7 @@ def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     Raises:
         ValueError: Log-probs of the engine or the reference, or the entropy, are required but missing.
     """
-    ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_L = bounded_exp(log_ratio(inputs))
     advantages_L, settings = inputs.clean(inputs.advantages_L), algorithm.sapo
     positive, negative = (ratio_L.new_tensor(t) for t in (settings.temperature_positive, settings.temperature_negative))
     tau_L = torch.where(advantages_L > 0, positive, negative)
