@@ -25,16 +25,3 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
     if buffer <= 0:
         return torch.zeros(lengths_N.shape)
     return penalty * ((limit - buffer - lengths_N).float() / buffer).clamp(-1.0, 0.0)
-
-
-def without_truncated(mask_T: Tensor, lengths_N: Tensor, truncated_N: Tensor) -> Tensor:
-    """Returns a new loss mask [T] with every token of a truncated trajectory set to 0 (overlong filtering).
-
-    These tokens must also leave the loss's denominator, so apply this before `token_weights`.
-
-    Args:
-        mask_T: Concatenated loss masks of all trajectories.
-        lengths_N: Tokens per trajectory; sum(lengths) = T.
-        truncated_N: bool, True for trajectories ended by a budget.
-    """
-    return mask_T * torch.repeat_interleave(~truncated_N, lengths_N).to(mask_T.dtype)

@@ -1,4 +1,10 @@
-"""Measures of the learning signal in a step's rewards. Pure functions."""
+"""Measures of the learning signal in a step's rewards. Pure functions.
+
+A group of samples with equal rewards has zero advantages and only dilutes the batch. Dynamic sampling (DAPO,
+arXiv:2503.14476, equation 11: 0 < number of correct samples < n) draws further prompts until the batch is full of
+groups with different rewards, as given by the environment: length shaping would make equal answers differ. A sample
+with a failed environment has no comparable reward.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +23,6 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
     """Returns True if the trajectories of a group have a learning signal: in at least one of the lists, the highest
     reward exceeds the lowest by more than the tolerance and rounding.
-
-    Equal to `algorithms.filters.informative_groups` in float64, without a tensor for each group.
 
     Args:
         rewards: Lists of rewards to compare, from `compared_rewards`; empty lists are ignored. Without any rewards the

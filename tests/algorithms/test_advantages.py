@@ -20,7 +20,7 @@ from skyrl_mega.algorithms.advantages import (
     is_per_token,
     varied,
 )
-from skyrl_mega.algorithms.filters import informative_groups
+from skyrl_mega.batch.signal import rewards_differ
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
@@ -201,21 +201,10 @@ def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
         check(AlgorithmConfig(advantage="grop"))
 
 
-def test_informative_groups() -> None:
-    assert informative_groups(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).tolist() == [False, True]
-
-
-def test_a_failed_environment_is_no_other_reward() -> None:
-    rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    judged = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
-    assert informative_groups(rewards, judged).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_a_reward_that_is_no_number_is_refused(wrong: float) -> None:
     rewards, groups = torch.tensor([0.0, wrong, 1.0]), torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"reward 1 is (nan|-?inf); allowed is a finite number"):
         AdvantageInputs(rewards, groups)
     with pytest.raises(ValueError, match="allowed is a finite number"):
-        informative_groups(rewards[None])
-    assert not informative_groups(rewards[None], torch.tensor([[True, False, False]])).any()
+        rewards_differ([rewards.tolist()])

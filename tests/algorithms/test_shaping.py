@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
-from skyrl_mega.algorithms.token_weights import token_weights
+from skyrl_mega.algorithms.shaping import soft_overlong
 
 
 def equation_13(length: int, limit: int, buffer: int) -> float:
@@ -34,16 +33,3 @@ def test_soft_overlong_is_equation_13(lengths: list[int], limit: int, share: flo
 
 def test_no_buffer_no_punishment() -> None:
     assert soft_overlong(torch.tensor([5, 500]), limit=10, buffer=0).tolist() == [0, 0]
-
-
-def test_truncated_trajectories_leave_the_loss_and_its_denominator() -> None:
-    mask, lengths = torch.tensor([0, 1, 1, 0, 1, 1, 1]), torch.tensor([3, 4])
-    kept = without_truncated(mask, lengths, torch.tensor([False, True]))
-    assert kept.tolist() == [0, 1, 1, 0, 0, 0, 0]
-    assert token_weights(kept, lengths, "tokens").tolist() == [0, 0.5, 0.5, 0, 0, 0, 0]
-    assert token_weights(kept, lengths, "sequences").tolist() == [0, 0.5, 0.5, 0, 0, 0, 0]
-
-
-def test_all_truncated_leaves_nothing_and_no_nan() -> None:
-    mask = without_truncated(torch.ones(4), torch.tensor([4]), torch.tensor([True]))
-    assert token_weights(mask, torch.tensor([4]), "tokens").tolist() == [0, 0, 0, 0]
