@@ -367,7 +367,7 @@ class Fleet(SupervisedGroup):
         self.running()
         if WEIGHTS in parts:
             self.serve([])
-        self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
+        self.call_or_retire(self.up, "sleep", self.start_timeout_s, sorted(parts))
 
     def wake(self, parts: Collection[str]) -> None:
         """Wakes parts of all actors, and waits at most `start_timeout_s`; retires actors on failure. When all parts are
@@ -379,18 +379,20 @@ class Fleet(SupervisedGroup):
         Raises:
             ActorFailed: The restart budget is used up.
         """
-        self._settle(self.up, "wake", self.start_timeout_s, sorted(parts))
+        self.call_or_retire(self.up, "wake", self.start_timeout_s, sorted(parts))
         self.asleep -= set(parts)
         if not self.asleep:
             self._start_ended()
 
-    def _settle(self, ranks: Collection[int], method: str, timeout: float, *args: Any) -> None:
-        """Calls a method of these ranks; retires each rank on failure or time-out."""
+    def call_or_retire(self, ranks: Collection[int], method: str, timeout: float, *args: Any) -> dict[int, Any]:
+        """Calls a method of these ranks, waits, and returns the answers by rank; retires each rank on failure or after
+        `timeout` seconds. Raises ActorFailed if the restart budget is used up."""
         outcomes = settle(self.submit(ranks, method, *args), timeout, after_failure=timeout)
         for call, error in outcomes.failures:
             self.retire(call.rank, f"{method}: {describe(error)}")
         for call in outcomes.silent:
             self.retire(call.rank, f"{method}: no answer within {timeout:g} s")
+        return {call.rank: answer for call, answer in outcomes.answers.items()}
 
     def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[PendingCall]:
         """Starts a call of `method` at each of these ranks without waiting; `gather` or `settle` waits for the
@@ -409,7 +411,7 @@ class Fleet(SupervisedGroup):
             NoServingActor: No serving actor is left, or none was serving, or parts are asleep.
             ActorFailed: The restart budget is used up.
         """
-        self._settle(self.serving, method, timeout)
+        self.call_or_retire(self.serving, method, timeout)
         self.check()
 
     def check(self) -> None:

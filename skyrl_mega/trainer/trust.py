@@ -17,7 +17,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from skyrl_mega.cluster.calls import describe, settle
+from skyrl_mega.cluster.calls import settle
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.config.derived import engine_precision, length_limit
 from skyrl_mega.config.schema import Config
@@ -142,12 +142,7 @@ class Trust:
         if not foreign:
             return ranks
         limit = self.config.rollout.request_timeout_s  # a server may have to end a request first
-        outcomes = settle(self.fleet.submit(foreign, "sample_probes", self.requests, self.sampling), limit, limit)
-        for call, error in outcomes.failures:
-            self.fleet.retire(call.rank, f"sample_probes: {describe(error)}")
-        for call in outcomes.silent:
-            self.fleet.retire(call.rank, f"sample_probes: no answer within {limit:g} s")
-        answered = {call.rank: completions for call, completions in outcomes.answers.items()}
+        answered = self.fleet.call_or_retire(foreign, "sample_probes", limit, self.requests, self.sampling)
         wrong = {
             rank: problem
             for rank, answers in self._scored(answered).items()

@@ -55,29 +55,16 @@ class Engines:
         self.facts = [Facts(1, 0, foreign=engine is not None) for engine in self.engines]
 
     def submit(self, ranks: list[int], method: str, *args: Any) -> list[Any]:
-        """Calls a method at once."""
-        calls = []
-        for rank in ranks:
-            answer = self.loop.run_until_complete(getattr(self.engines[rank], method)(*args))
-            calls.append(SimpleNamespace(rank=rank, answer=answer))
-        return calls
+        """Calls a method at once and returns the answers."""
+        return [self.loop.run_until_complete(getattr(self.engines[rank], method)(*args)) for rank in ranks]
+
+    def call_or_retire(self, ranks: list[int], method: str, timeout: float, *args: Any) -> dict[int, Any]:
+        """Calls a method at once and returns the answers by rank."""
+        return dict(zip(ranks, self.submit(ranks, method, *args), strict=True))
 
     def retire(self, rank: int, cause: str) -> None:
         """Remembers the cause."""
         self.retired[rank] = cause
-
-
-def settle(calls: list[Any], timeout: float, after_failure: float) -> Any:
-    """Returns the answers of `Engines.submit`."""
-    return SimpleNamespace(answers=Answers((call, call.answer) for call in calls), failures=[], silent=[])
-
-
-class Answers(list[tuple[Any, Any]]):
-    """Pairs of call and answer."""
-
-    def items(self) -> Any:
-        """Returns the pairs."""
-        return self
 
 
 @pytest.mark.parametrize(
@@ -92,7 +79,7 @@ class Answers(list[tuple[Any, Any]]):
 def test_a_server_that_lies_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: bool, change: float, problem: str | None
 ) -> None:
-    monkeypatch.setattr(trust_module, "settle", settle)
+    monkeypatch.setattr(trust_module, "settle", lambda calls, *seconds: None)
     first, second = table(1), table(1) + change * table(2)
     policy, said = Policy(Bigrams(first)), list[Any]()
     state = SglangStandIn(Bigrams(table(1)))
