@@ -22,12 +22,12 @@ from skyrl_mega.telemetry.console import Phase
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.failures import all_failed
-from skyrl_mega.trainer.rollouts_ahead import Versions
+from skyrl_mega.trainer.rollouts_ahead import Rollouts, Versions
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 
-class Asynchronous:
+class Asynchronous(Rollouts):
     """Keeps the rollout service supplied with groups and selects the groups for each step.
 
     Args:
@@ -106,9 +106,6 @@ class Asynchronous:
             }
         )
         return groups
-
-    def before_sync(self, step: Step) -> None:
-        """Does nothing: groups in progress continue under the new weights."""
 
     def synced(self, version: int) -> None:
         """Records the weight version that engines have received; restarted engines accept requests again."""
@@ -211,9 +208,6 @@ class Asynchronous:
             f"restored {saved_rollouts.count_groups(finished_groups)} generated ahead, and {len(interrupted):,} "
             f"unfinished ones ({trajectories:,} finished trajectories, {turns:,} recorded turns)"
         )
-
-    def close(self) -> None:
-        """Does nothing: the generator's event loop ends the groups in progress."""
 
     @property
     def _waiting(self) -> int:

@@ -23,7 +23,7 @@ from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.rollout_source import RolloutSource
-from skyrl_mega.trainer.rollouts_ahead import Versions
+from skyrl_mega.trainer.rollouts_ahead import Rollouts, Versions
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
@@ -39,7 +39,7 @@ class _Batch:
     groups: Future[list[Group]]
 
 
-class OneStepAhead:
+class OneStepAhead(Rollouts):
     """Generates the next step's batch in a thread while the policy trains on the current batch.
 
     Args:

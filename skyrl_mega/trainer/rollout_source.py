@@ -12,11 +12,12 @@ from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import GroupSelection
 from skyrl_mega.trainer.health.failures import all_failed
+from skyrl_mega.trainer.rollouts_ahead import Rollouts
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import GREEDY, Group, Trajectory
 
 
-class RolloutSource:
+class RolloutSource(Rollouts):
     """Takes prompts from the data and generates a step's trajectories with the engines."""
 
     def __init__(self, config: Config, prompts: list[Prompt], stream: PromptStream, generator: Generator) -> None:
@@ -56,18 +57,9 @@ class RolloutSource:
         step.record(selection.metrics(chosen))
         return self._with_greedy(chosen, step)
 
-    def before_sync(self, step: Step) -> None:
-        """Does nothing: no rollout is in progress during a sync."""
-
-    def synced(self, version: int) -> None:
-        """Does nothing: the next step generates under the new weights."""
-
     def prompts_left(self, done: int) -> int:
         """Returns the number of unused prompts of the data; ignores `done`, as nothing is generated ahead."""
         return self.stream.remaining
-
-    def save(self, folder: Path, done: int) -> None:
-        """Does nothing: each generated group was already trained on."""
 
     def restore(self, folder: Path) -> str:
         """Restores the position in the data from a checkpoint, and discards trajectories generated ahead in another
@@ -84,9 +76,6 @@ class RolloutSource:
         """
         kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""
-
-    def close(self) -> None:
-        """Does nothing: no rollout is in progress between steps."""
 
     def _round(self, count: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 
-class Rollouts(Protocol):
-    """Supplies groups of trajectories, step by step."""
+class Rollouts:
+    """Supplies groups of trajectories, step by step. A method without effect here does nothing for rollouts that are
+    never ahead of training."""
 
     def next_groups(self, step: Step) -> list[Group]:
         """Returns the groups for a step's training, after generating or waiting; [] if too few prompts are left. Adds
@@ -30,6 +30,7 @@ class Rollouts(Protocol):
                 the chat template is unusable.
             Stopped: The run must end.
         """
+        raise NotImplementedError
 
     def before_sync(self, step: Step) -> None:
         """Prepares for a sync of the step's weights, or for an evaluation: waits for rollouts that must not see new
@@ -50,6 +51,7 @@ class Rollouts(Protocol):
     def prompts_left(self, done: int) -> int:
         """Returns the number of prompts that no step up to number `done` has taken, including prompts generated
         ahead."""
+        raise NotImplementedError
 
     def save(self, folder: Path, done: int) -> None:
         """Writes trajectories not yet trained on by steps up to number `done`, and the position in the data, into a
@@ -70,6 +72,7 @@ class Rollouts(Protocol):
                 from the saved run's.
             OSError, pyarrow.ArrowException, TypeError, ValueError: `rollouts.parquet` cannot be read.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stops all generation; a second call does nothing."""
