@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_mega.cli.train import stoppable
-from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.cluster.temporary_files import write_whole
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser
 from skyrl_mega.config.schema import Config
@@ -275,8 +275,9 @@ def _score(
     )
     figures = {"about": about, "model": model, **values(scores, published)}
     text = report(scores, published, about)
-    _write(results.folder / "scores.json", json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
-    _write(results.folder / "table.md", text)
+    written = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+    write_whole(results.folder / "scores.json", written.encode())
+    write_whole(results.folder / "table.md", text.encode())
     console.say(f"\n{text}")
     console.say(f"results  {results.folder}")
     command = f"python -m skyrl_mega.report trajectories {results.folder} --html samples.html"
@@ -291,10 +292,3 @@ def _score(
             fix="read the errors in the samples' metadata, fix the environments or the services behind them, and give "
             "another --output",
         )
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes a file atomically: it appears whole or not at all."""
-    with partial_file(file) as partial:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)

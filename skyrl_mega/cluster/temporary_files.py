@@ -39,6 +39,14 @@ def partial_file(file: Path) -> Iterator[Path]:
         yield partial
 
 
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file in one go: `file` has its earlier content until it has all of `content`. Raises OSError if the file
+    cannot be written."""
+    with partial_file(file) as partial:
+        partial.write_bytes(content)
+        partial.replace(file)
+
+
 def remove_stale(folder: Path, prefix: str) -> None:
     """Removes files and folders of `folder` with this name prefix and eight hexadecimal digits, left behind by killed
     processes of this user. Skips entries in use, of other users, or on a file system without locks."""

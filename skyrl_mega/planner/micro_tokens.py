@@ -8,13 +8,12 @@ one uses a GPU better.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.cluster.temporary_files import write_whole
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import read_json
 from skyrl_mega.config.derived import planned_device
@@ -80,9 +79,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
             )
         return _with_size(config, previous)
     decided = with_micro_tokens(config, hf)
-    with partial_file(file) as partial:
-        partial.write_text(json.dumps({"policy.micro_tokens": decided.policy.micro_tokens}) + "\n")
-        os.replace(partial, file)
+    write_whole(file, json.dumps({"policy.micro_tokens": decided.policy.micro_tokens}).encode() + b"\n")
     return decided
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.cluster.temporary_files import write_whole
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed, parse_json, read_json
 from skyrl_mega.common.terminal import one_line
@@ -184,7 +184,7 @@ class Inbox:
         state = {"format": FORMAT, "most": most, "driver": driver, "engines": engines, "answers": self.answers}
         text = json.dumps(state, indent=1)
         if text != self._written:
-            _write(self.folder / STATE, text)
+            write_whole(self.folder / STATE, text.encode())
             self._written = text
 
 
@@ -233,7 +233,7 @@ def send(run: Path, request: EngineRequest, wait_s: float) -> tuple[bool, str]:
     read_state(run)
     file = run / FOLDER / f"request-{request.id}.json"
     try:
-        _write(file, json.dumps({"format": FORMAT, **asdict(request)}))
+        write_whole(file, json.dumps({"format": FORMAT, **asdict(request)}).encode())
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}", key=run) from error
     until = time.monotonic() + wait_s
@@ -269,9 +269,3 @@ def _read_own(file: Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise Malformed(f"it has more than {MOST_BYTES} bytes")
     return content
-
-
-def _write(file: Path, text: str) -> None:
-    with partial_file(file) as partial:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)

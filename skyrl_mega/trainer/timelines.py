@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.cluster.temporary_files import write_whole
 from skyrl_mega.telemetry import step_timeline
 from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.timeline import Timeline
@@ -36,10 +35,7 @@ class Timelines:
         written."""
         timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
-        file = self.folder / step_timeline.file_name(step.number)
-        with partial_file(file) as partial:
-            partial.write_bytes(timeline.dumps())
-            os.replace(partial, file)
+        write_whole(self.folder / step_timeline.file_name(step.number), timeline.dumps())
         return timeline.idle()
 
     def _timeline_of(self, step: Step) -> StepTimeline:
