@@ -8,8 +8,7 @@ import importlib.util
 import inspect
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.trials import last_frame
 from skyrl_mega.common.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
@@ -120,18 +120,27 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
     if name in known:
         return known[name]
     if ":" not in name:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            f"{hint}allowed is one of {', '.join(known)}, or your own as {path_forms('function')}",
-            key=key,
-            value=shown(name),
-        )
+        raise unknown_name(name, known, key, "function")
     function = load(name, key, kind="function")
     if not callable(function):
         raise UserError(f"it is not callable; allowed is a function of {takes}", key=key, value=shown(name))
     check_takes(function, f"{key} = {shown(name)}", takes)
     return function
+
+
+def unknown_name(name: str, known: Iterable[str], key: str, kind: str) -> UserError:
+    """Returns the error for a name that is neither known nor an import path, with the nearest known name.
+
+    Args:
+        name: Value of the setting.
+        known: Allowed names.
+        key: The setting.
+        kind: "class" or "function", which the user may give by import path.
+    """
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    allowed = f"{hint}allowed is one of {', '.join(known)}, or your own as {path_forms(kind)}"
+    return UserError(allowed, key=key, value=shown(name))
 
 
 def check_takes(function: Callable[..., Any], setting: str, takes: str, count: int = 2) -> None:
@@ -161,6 +170,13 @@ def check_takes(function: Callable[..., Any], setting: str, takes: str, count: i
         plain_signature = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
         number = "one parameter" if count == 1 else "two parameters"
         raise UserError(f"it takes {plain_signature}", key=setting, fix=f"give it {number}, {takes}") from error
+
+
+def absolute(path: str) -> str:
+    """Returns an import path with an absolute path of the file, if it names a file, else the import path itself.
+    Processes that start in another folder need the absolute path. The file need not exist."""
+    source, _, attribute = path.rpartition(":")
+    return f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else path
 
 
 def path_forms(kind: str) -> str:
@@ -251,8 +267,8 @@ def _line_of(error: BaseException, file: Path) -> str:
     file."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f", line {lines[-1]}" if lines else ""
+    frame = last_frame(error, str(file))
+    return f", line {frame.lineno}" if frame else ""
 
 
 def _one_line(error: BaseException, contract: Mapping[str, str]) -> str:

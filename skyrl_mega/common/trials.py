@@ -46,6 +46,12 @@ def limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
+def last_frame(error: BaseException, file: object) -> traceback.FrameSummary | None:
+    """Returns the innermost line of a file in an error's traceback; None if the traceback does not contain the file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if frame.filename == file), None)
+
+
 def place(error: BaseException, code: object) -> str:
     """Returns ` (file, line 3)` for the innermost line of the user's file in an error's traceback.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common import imports
@@ -305,22 +304,16 @@ def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
     Raises:
         UserError: Options belong to an unregistered name, or to a class that cannot be imported.
     """
-    classes = {name: absolute(path) for name, path in config.classes.items()}
+    classes = {name: imports.absolute(path) for name, path in config.classes.items()}
     options = {name: _absolute_options(name, given, config) for name, given in config.options.items()}
     return replace(
-        config, classes=classes, options=options, reward_function=absolute(config.reward_function or "") or None
+        config, classes=classes, options=options, reward_function=imports.absolute(config.reward_function or "") or None
     )
 
 
 def _absolute_options(name: str, given: Any, config: EnvironmentConfig) -> Any:
     cls = resolve(name, config)
     return cls.with_absolute_paths(given) if given and issubclass(cls, BaseTextEnv) else given
-
-
-def absolute(path: str) -> str:
-    """Returns an import path with an absolute path of the file, if it names a file."""
-    source, _, attribute = path.rpartition(":")
-    return f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else path
 
 
 def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.algorithms import losses
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.cluster.temporary_files import temporary_folder
+from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough
 from skyrl_mega.config.derived import (
@@ -41,7 +41,6 @@ from skyrl_mega.retriever.session import running_service
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.generators import load
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.console import Console
@@ -140,11 +139,12 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 def with_absolute_files(config: Config) -> Config:
     """Returns the settings with absolute paths of the user's files, for processes that start in another folder. Raises
     UserError if an environment's class cannot be imported."""
+    loss, generator = imports.absolute(config.algorithm.loss), config.rollout.generator
     return replace(
         config,
         environment=with_absolute_paths(config.environment),
-        algorithm=losses.with_absolute_path(config.algorithm),
-        rollout=load.with_absolute_path(config.rollout),
+        algorithm=replace(config.algorithm, loss=loss),
+        rollout=replace(config.rollout, generator=generator and imports.absolute(generator)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.algorithms.losses import LossInputs
 from skyrl_mega.algorithms.losses.ppo import ppo
+from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig, RejectionConfig
 
@@ -143,7 +144,7 @@ def test_by_name() -> None:
 
 
 def test_by_the_path_of_a_file(own: Path) -> None:
-    algorithm = losses.with_absolute_path(AlgorithmConfig(loss="own.py:reinforce"))
+    algorithm = AlgorithmConfig(loss=imports.absolute("own.py:reinforce"))
     assert algorithm.loss == f"{own}:reinforce"
     losses.check(algorithm)
     nan = torch.full((2,), torch.nan)
@@ -160,7 +161,7 @@ def test_by_the_path_of_a_file(own: Path) -> None:
 
 def test_a_module_stays_a_module() -> None:
     algorithm = AlgorithmConfig(loss="skyrl_mega.algorithms.losses.ppo:ppo")
-    assert losses.with_absolute_path(algorithm) == algorithm
+    assert imports.absolute(algorithm.loss) == algorithm.loss
     assert losses.find(algorithm.loss) is ppo
 
 

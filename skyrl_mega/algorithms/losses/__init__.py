@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs, Metrics
 from skyrl_mega.algorithms.losses.inputs import Figures
@@ -25,7 +23,6 @@ __all__ = [
     "Metrics",
     "check",
     "find",
-    "with_absolute_path",
 ]
 
 LOSSES: Mapping[str, Loss] = {
@@ -78,13 +75,3 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
         check_on_tokens(loss, setting, algorithm)
         if asynchrony and asynchrony.mode != "off" and asynchrony.max_staleness:
             check_reads_engine(loss, setting, algorithm, asynchrony.mode)
-
-
-def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """Returns the settings with an absolute path if `algorithm.loss` is `file.py:function`, else the same settings.
-
-    A relative path starts at the current folder; processes that start in another folder need the absolute path. The
-    file need not exist.
-    """
-    source, _, name = algorithm.loss.rpartition(":")
-    return replace(algorithm, loss=f"{Path(source).absolute()}:{name}") if source.endswith(".py") else algorithm

@@ -6,7 +6,6 @@ warm-up.
 
 from __future__ import annotations
 
-import traceback
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs
 from skyrl_mega.algorithms.losses.inputs import Figures
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.trials import last_frame
 from skyrl_mega.config.schema import AlgorithmConfig
 
 ANSWERS = [0, 0, 0, 0, 1, 1, 1, 2, 2]
@@ -234,9 +234,8 @@ def _listed(trial: _Trial) -> str:
 
 def _line(loss: Loss, error: Exception) -> str:
     """Returns the line number of the error in the function's own file."""
-    file = getattr(getattr(loss, "__code__", None), "co_filename", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f", line {lines[-1]}" if lines else ""
+    frame = last_frame(error, getattr(getattr(loss, "__code__", None), "co_filename", None))
+    return f", line {frame.lineno}" if frame else ""
 
 
 def _text(error: Exception) -> str:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
@@ -138,7 +139,7 @@ class HarnessEnv(AgentEnv):
             words = words_with_scripts if places.in_container(options) else words_of
             changed["command"] = shlex.join(words(options["command"], f"{KEY}.command"))
         if options.get("reward"):
-            changed["reward"] = registry.absolute(options["reward"])
+            changed["reward"] = imports.absolute(options["reward"])
         if options.get("reward") in registry.BUILT_IN:
             judge = registry.resolve(options["reward"], EnvironmentConfig())
             changed["reward_options"] = judge.with_absolute_paths(options.get("reward_options") or {})

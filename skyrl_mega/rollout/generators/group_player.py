@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import traceback
 from collections.abc import Sequence
 
+from skyrl_mega.common.trials import last_frame
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import edits
@@ -100,5 +100,5 @@ def _is_cancelled() -> bool:
 def _place(error: BaseException, generator: TrajectoryGenerator) -> dict[str, str]:
     """Returns `{"at": …}` with the innermost line of the generator's file that raised the error; {} if unknown."""
     file = inspect.getsourcefile(type(generator))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return {"at": f"{file}, line {frames[-1].lineno}: {frames[-1].line}"} if frames else {}
+    frame = last_frame(error, file)
+    return {"at": f"{file}, line {frame.lineno}: {frame.line}"} if frame else {}

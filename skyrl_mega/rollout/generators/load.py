@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
-from difflib import get_close_matches
-from pathlib import Path
 
 from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
@@ -49,19 +46,9 @@ def create(rollout: RolloutConfig) -> TrajectoryGenerator | None:
         ) from error
 
 
-def with_absolute_path(rollout: RolloutConfig) -> RolloutConfig:
-    """Returns the settings with an absolute path if `rollout.generator` is `file.py:Class`, for processes that start in
-    another folder; else the same settings."""
-    source, _, name = (rollout.generator or "").rpartition(":")
-    return replace(rollout, generator=f"{Path(source).absolute()}:{name}") if source.endswith(".py") else rollout
-
-
 def _class_of(name: str) -> type[TrajectoryGenerator]:
     if ":" not in name and name not in BUILT_IN:
-        near = get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        allowed = f"{hint}allowed is one of {', '.join(BUILT_IN)}, or your own as {imports.path_forms('class')}"
-        raise UserError(allowed, key=KEY, value=shown(name))
+        raise imports.unknown_name(name, BUILT_IN, KEY, "class")
     cls = imports.load(BUILT_IN.get(name, name), KEY, contract=CONTRACT)
     if not (isinstance(cls, type) and issubclass(cls, TrajectoryGenerator)):
         text = "it is no generator; allowed is a class that inherits from skyrl_mega.rollout.generators."
