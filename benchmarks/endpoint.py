@@ -25,9 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.driver import allow_open_files
 from skyrl_mega.rollout.endpoint import app
 from skyrl_mega.rollout.endpoint.requests import ChatRequest, PolicyReply, TokenRequest
-from skyrl_mega.rollout.endpoint.server import EndpointServer, allow_open_files
+from skyrl_mega.rollout.endpoint.server import EndpointServer
 
 PATH = "/v1/chat/completions"
 MESSAGE_BYTES = 4000

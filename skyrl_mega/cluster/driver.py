@@ -14,7 +14,7 @@ _TAKEN = {*_ENDING, signal.SIGCHLD, signal.SIGTSTP}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 """PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG."""
 OPEN_FILES = 65536
-"""Wanted limit of open files of the driver."""
+"""Wanted limit of open files of the driver, and of a server for agents."""
 
 
 def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> None:
@@ -61,7 +61,7 @@ def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> No
     ):  # some Slurm sites signal every process of a job
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _raise_open_files()
+    allow_open_files()
     channel.join(shared_memory)
 
 
@@ -81,8 +81,9 @@ def run(command: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def _raise_open_files() -> None:
-    """Raises the limit of open files up to `OPEN_FILES`: the concurrent sessions of a step each hold some files.
+def allow_open_files() -> None:
+    """Raises the process's limit of open files to `OPEN_FILES`, as far as the hard limit allows: the sessions of a
+    step, and the connections of agents, each hold some files.
 
     The usual soft limit is 1,024, although the hard limit is higher.
     """

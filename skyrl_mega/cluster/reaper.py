@@ -84,8 +84,12 @@ def shared_memory(pids: list[int]) -> set[str]:
 def end_group(group: int) -> None:
     """Kills all processes of a process group with SIGKILL; returns when the group is gone, or after `GRACE_S`
     seconds."""
+    _kill_all(lambda: members(group))
+
+
+def _kill_all(find: Callable[[], list[int]]) -> None:
     deadline = time.monotonic() + GRACE_S
-    while (alive := members(group)) and time.monotonic() < deadline:
+    while (alive := find()) and time.monotonic() < deadline:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -120,12 +124,7 @@ def end_cluster(folder: str, driver: int) -> None:
             return False
         return folder.encode() in command or any(os.readlink(fd).startswith(folder) for fd in (entry / "fd").iterdir())
 
-    deadline = time.monotonic() + GRACE_S
-    while (alive := processes(belongs)) and time.monotonic() < deadline:
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    _kill_all(lambda: processes(belongs))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,14 +17,13 @@ from functools import lru_cache, partial
 
 import uvicorn
 
+from skyrl_mega.cluster.driver import OPEN_FILES, allow_open_files
 from skyrl_mega.envs.agent import AgentEndpoint
 from skyrl_mega.retriever.connections import TimeLimitedProtocol
 from skyrl_mega.rollout.endpoint.app import MODEL, EndpointApp
 from skyrl_mega.rollout.endpoint.door import AgentDoor
 from skyrl_mega.rollout.endpoint.requests import EndpointSession
 
-OPEN_FILES = 65_536
-"""Limit of open files set at the server's start, within the hard limit: every connection is an open file."""
 BACKLOG = 2048
 """Connections accepted in advance by the kernel."""
 IDLE_S = 30.0
@@ -150,14 +149,6 @@ def key_hash(key: str) -> bytes:
     """Returns the SHA-256 of a key, its name in the table of doors: comparing hashes takes the same time for every
     wrong key."""
     return hashlib.sha256(key.encode()).digest()
-
-
-def allow_open_files() -> None:
-    """Raises the process's limit of open files to `OPEN_FILES`, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @lru_cache(maxsize=1)
