@@ -15,20 +15,9 @@ from skyrl_mega.rollout.endpoint.dialect import Dialect, ReplyHead, event
 from skyrl_mega.rollout.endpoint.openai_chat import arguments_text
 from skyrl_mega.rollout.endpoint.requests import BadRequest, ChatRequest, ContextTooLong, PolicyReply, RequestError
 
-FOLLOWED = frozenset(
-    [
-        "messages",
-        "model",
-        "system",
-        "tools",
-        "max_tokens",
-        "stop_sequences",
-        "stream",
-        "thinking",
-        "metadata",
-        "service_tier",
-        "cache_control",
-    ]
+FOLLOWED = (
+    *("messages", "model", "system", "tools", "max_tokens", "stop_sequences", "stream", "thinking", "metadata"),
+    *("service_tier", "cache_control"),
 )
 """Parameters with their usual effect, or without any effect at all."""
 BILLING = "x-anthropic-billing-header"
@@ -58,14 +47,15 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise BadRequest("messages: give at least one message")
     for index, entry in enumerate(entries):
         messages += _messages(entry, f"messages[{index}]")
-    tools, unknown = _tools(body.get("tools"))
-    followed = FOLLOWED | ({"tool_choice"} if body.get("tool_choice") == {"type": "auto"} else set())
+    tools, unknown = fields.tools(
+        body.get("tools"), (None, "custom"), lambda entry, place: fields.tool(entry, "input_schema", place)
+    )
     return ChatRequest(
         fields.in_order_of_calls(messages),
         tools,
         fields.number(body.get("max_tokens"), "max_tokens"),
         fields.stops(body.get("stop_sequences"), "stop_sequences"),
-        ignored=fields.ignored(body, followed, unknown),
+        ignored=fields.ignored(body, FOLLOWED, unknown, {"tool_choice": ({"type": "auto"},)}),
     )
 
 
@@ -119,17 +109,6 @@ def _assistant(blocks: list[tuple[Mapping[str, Any], str]]) -> Message:
 
 def _text(block: Mapping[str, Any], place: str) -> str:
     return fields.text_of([block], place)
-
-
-def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the offered tools, and a name for every tool of Anthropic's servers: the policy is not offered these."""
-    offered, unknown = [], []
-    for index, entry in enumerate(fields.items(tools, "tools")):
-        if entry.get("type") not in (None, "custom"):
-            unknown.append(f"tools.{entry['type']}")
-            continue
-        offered.append(fields.tool(entry, "input_schema", f"tools[{index}]"))
-    return offered, unknown
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:

@@ -60,28 +60,16 @@ RETRIED = (TooManyRequests,)
 """Temporary errors: the same request may succeed later."""
 
 
-HEAD_FIELDS = frozenset(
-    [
-        "model",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "return_token_ids",
-        "thinking",
-        "include",
-        "instructions",
-        "max_output_tokens",
-        "metadata",
-        "previous_response_id",
-        "store",
-        "tools",
-        "request_id",
-        "output_mode",
-        "sampling_params",
-        "token_ids",
-    ]
+HEAD_FIELDS = (
+    *("model", "stream_options", "logprobs", "top_logprobs", "return_token_ids", "thinking", "include"),
+    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "tools", "request_id"),
+    *("output_mode", "sampling_params", "token_ids"),
 )
 """Fields of a request that its reply depends on; all others are dropped before the wait for the policy."""
+
+
+COMMENT = ": keep-alive\n\n"
+"""A comment in a stream of server-sent events; clients ignore comments."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +98,16 @@ class Dialect:
     """Reads the body of a request. Raises `BadRequest`."""
     write: Callable[[ReplyHead, list[PolicyReply]], dict[str, Any]]
     """Writes the body of a reply."""
-    opening: Callable[[ReplyHead, list[PolicyReply] | None], str]
-    """Writes the server-sent events in front of the reply; the reply may still be missing (None)."""
     events: Callable[[ReplyHead, list[PolicyReply]], str]
     """Writes all further server-sent events of a reply."""
-    keep_alive: str
-    """Server-sent event, or comment, for waiting clients with a read timeout."""
     error: Callable[[RequestError, int], dict[str, Any]]
     """Writes the body of a refusal with an HTTP status."""
     failure: Callable[[ReplyHead, RequestError, int], str]
     """Writes the last server-sent events of a failed stream."""
-
-
-COMMENT = ": keep-alive\n\n"
-"""A comment in a stream of server-sent events; clients ignore comments."""
+    opening: Callable[[ReplyHead, list[PolicyReply] | None], str] = lambda head, replies: ""
+    """Writes the server-sent events in front of the reply; the reply may still be missing (None)."""
+    keep_alive: str = COMMENT
+    """Server-sent event, or comment, for waiting clients with a read timeout."""
 
 
 def to_json(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from skyrl_mega.common.safe_read import Malformed
@@ -11,6 +11,13 @@ from skyrl_mega.envs.base import ROLES, Message
 from skyrl_mega.envs.tool_calls import calls_of
 from skyrl_mega.rollout.endpoint.requests import BadRequest
 
+OPENAI = (
+    *("model", "tools", "stream", "stream_options", "user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
+"""Parameters of OpenAI's APIs with their usual effect, or without any effect at all."""
+OPENAI_FIXED: Mapping[str, tuple[Any, ...]] = {"tool_choice": ("auto",), "parallel_tool_calls": (True,)}
+"""Parameter of OpenAI's APIs → values equal to the fixed behaviour."""
 MOST_REPLIES = 16
 """Most replies of a request (`n`)."""
 MOST_STOPS = 16
@@ -148,7 +155,32 @@ def tool(entry: Mapping[str, Any], schema: str, place: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def ignored(body: Mapping[str, Any], followed: Collection[str], further: Iterable[str] = ()) -> tuple[str, ...]:
+def tools(
+    entries: Any, kinds: Collection[str | None], read: Callable[[Mapping[str, Any], str], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the offered functions in the form of chat templates, and a name for every tool of another type: the
+    policy is not offered these.
+
+    Args:
+        entries: The tools of a request; None: no tools.
+        kinds: Types of the tools that are functions; None: a tool without a type.
+        read: Reads a function from its entry and the entry's place.
+    """
+    functions, unknown = [], []
+    for index, entry in enumerate(items(entries, "tools")):
+        if entry.get("type") in kinds:
+            functions.append(read(entry, f"tools[{index}]"))
+        else:
+            unknown.append(f"tools.{entry.get('type')}")
+    return functions, unknown
+
+
+def ignored(
+    body: Mapping[str, Any],
+    followed: Collection[str],
+    further: Iterable[str] = (),
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+) -> tuple[str, ...]:
     """Returns the names of the given parameters without effect on the run, sorted: at most `MOST_IGNORED`, each cut to
     `LONGEST_NAME` characters.
 
@@ -156,6 +188,7 @@ def ignored(body: Mapping[str, Any], followed: Collection[str], further: Iterabl
         body: Parameters; None counts as not given.
         followed: Names of parameters with their usual effect, or without any effect at all.
         further: Further ignored names.
+        fixed: Parameter → values equal to the fixed behaviour, which are not ignored.
     """
-    names = {name for name, value in body.items() if value is not None and name not in followed}
-    return tuple(name[:LONGEST_NAME] for name in sorted(names.union(further))[:MOST_IGNORED])
+    given = {name for name, value in body.items() if value is not None and value not in (fixed or {}).get(name, ())}
+    return tuple(name[:LONGEST_NAME] for name in sorted((given - {*followed}).union(further))[:MOST_IGNORED])

@@ -14,7 +14,7 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.tool_calls import ToolCall
 from skyrl_mega.rollout.endpoint import fields
-from skyrl_mega.rollout.endpoint.dialect import COMMENT, Dialect, ReplyHead, event
+from skyrl_mega.rollout.endpoint.dialect import Dialect, ReplyHead, event
 from skyrl_mega.rollout.endpoint.requests import (
     BadRequest,
     ChatRequest,
@@ -24,36 +24,12 @@ from skyrl_mega.rollout.endpoint.requests import (
     TurnLimit,
 )
 
-FOLLOWED = frozenset(
-    [
-        "messages",
-        "model",
-        "tools",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "n",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "return_token_ids",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ]
+FOLLOWED = (
+    *fields.OPENAI,
+    *("messages", "max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "top_logprobs", "return_token_ids"),
 )
 """Parameters with their usual effect, or without any effect at all."""
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
+FIXED = {**fields.OPENAI_FIXED, "response_format": ({"type": "text"},), "modalities": (["text"],)}
 """Parameter → values equal to the fixed behaviour."""
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error"}
 """HTTP status → type of an error; `invalid_request_error` for all others."""
@@ -75,16 +51,15 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     messages = [message(entry, f"messages[{index}]") for index, entry in enumerate(_messages(body))]
     if body.get("functions") is not None:
         raise BadRequest("functions: use tools")
-    tools, unknown = function_tools(body.get("tools"))
+    tools, unknown = fields.tools(body.get("tools"), (None, "function"), _function)
     limits = [fields.number(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
-    without_effect = {name for name, values in WITHOUT_EFFECT.items() if body.get(name) in values}
     return ChatRequest(
         fields.in_order_of_calls(messages),
         tools,
         min((limit for limit in limits if limit is not None), default=None),
         fields.stops(body.get("stop")),
         fields.number(body.get("n"), "n", fields.MOST_REPLIES) or 1,
-        fields.ignored(body, FOLLOWED | without_effect, unknown),
+        fields.ignored(body, FOLLOWED, unknown, FIXED),
     )
 
 
@@ -121,22 +96,8 @@ def message(entry: Mapping[str, Any], place: str) -> Message:
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
-def function_tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the offered functions in the form of chat templates, and a name for every tool of another type: the
-    policy is not offered these. `tools` is None without tools.
-
-    Raises:
-        BadRequest: `tools` is no list of tools.
-    """
-    functions, unknown = [], []
-    for index, entry in enumerate(fields.items(tools, "tools")):
-        kind = entry.get("type", "function")
-        if kind != "function":
-            unknown.append(f"tools.{kind}")
-            continue
-        function = fields.mapping(entry.get("function"), f"tools[{index}].function")
-        functions.append(fields.tool(function, "parameters", f"tools[{index}].function"))
-    return functions, unknown
+def _function(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
+    return fields.tool(fields.mapping(entry.get("function"), f"{place}.function"), "parameters", f"{place}.function")
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
@@ -152,11 +113,6 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
         for index, reply in enumerate(replies)
     ]
     return {**_frame(head, "chat.completion"), "choices": choices, "usage": _usage(replies)}
-
-
-def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns "": a stream begins with the reply, without events in front."""
-    return ""
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
@@ -266,4 +222,4 @@ def _usage(replies: list[PolicyReply]) -> dict[str, Any]:
     }
 
 
-CHAT = Dialect(read=read, write=write, opening=opening, events=events, keep_alive=COMMENT, error=error, failure=failure)
+CHAT = Dialect(read=read, write=write, events=events, error=error, failure=failure)

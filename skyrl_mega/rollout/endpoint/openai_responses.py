@@ -12,35 +12,17 @@ from typing import Any
 from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.endpoint import fields, openai_chat
-from skyrl_mega.rollout.endpoint.dialect import COMMENT, Dialect, ReplyHead, event
+from skyrl_mega.rollout.endpoint.dialect import Dialect, ReplyHead, event
 from skyrl_mega.rollout.endpoint.openai_chat import arguments_text, error, token_logprobs
 from skyrl_mega.rollout.endpoint.requests import BadRequest, ChatRequest, ContextTooLong, PolicyReply, RequestError
 
-FOLLOWED = frozenset(
-    [
-        "input",
-        "model",
-        "instructions",
-        "tools",
-        "max_output_tokens",
-        "stream",
-        "stream_options",
-        "include",
-        "previous_response_id",
-        "store",
-        "user",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-    ]
+FOLLOWED = (
+    *fields.OPENAI,
+    *("input", "instructions", "max_output_tokens", "include", "previous_response_id", "prompt_cache_options"),
 )
 """Parameters with their usual effect, or without any effect at all."""
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
+FIXED = {
+    **fields.OPENAI_FIXED,
     "truncation": ("disabled",),
     "background": (False,),
     "text": ({"format": {"type": "text"}},),
@@ -111,13 +93,14 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         _append(messages, item, f"input[{index}]")
     if not messages or messages[-1]["role"] == "system":
         raise BadRequest("input: give at least one message")
-    tools, unknown = _tools(body.get("tools"))
-    without_effect = {name for name, values in WITHOUT_EFFECT.items() if body.get(name) in values}
+    tools, unknown = fields.tools(
+        body.get("tools"), ("function",), lambda entry, place: fields.tool(entry, "parameters", place)
+    )
     return ChatRequest(
         fields.in_order_of_calls(messages),
         tools,
         fields.number(body.get("max_output_tokens"), "max_output_tokens"),
-        ignored=fields.ignored(body, FOLLOWED | without_effect, unknown),
+        ignored=fields.ignored(body, FOLLOWED, unknown, FIXED),
     )
 
 
@@ -162,17 +145,6 @@ def _open_message(messages: list[Message], taken: tuple[str, ...]) -> Message:
         last = fields.assistant("", [])
         messages.append(last)
     return last
-
-
-def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the offered functions, and a name for every tool of another type: the policy is not offered these."""
-    functions, unknown = [], []
-    for index, entry in enumerate(fields.items(tools, "tools")):
-        if entry.get("type") != "function":
-            unknown.append(f"tools.{entry.get('type')}")
-            continue
-        functions.append(fields.tool(entry, "parameters", f"tools[{index}]"))
-    return functions, unknown
 
 
 def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
@@ -312,6 +284,4 @@ def _logprobs(head: ReplyHead, reply: PolicyReply) -> list[dict[str, Any]]:
     ]
 
 
-RESPONSES = Dialect(
-    read=read, write=write, opening=opening, events=events, keep_alive=COMMENT, error=error, failure=failure
-)
+RESPONSES = Dialect(read=read, write=write, opening=opening, events=events, error=error, failure=failure)

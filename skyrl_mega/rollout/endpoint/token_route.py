@@ -7,28 +7,16 @@ from typing import Any
 
 from skyrl_mega.common.values import shown
 from skyrl_mega.rollout.endpoint import fields
-from skyrl_mega.rollout.endpoint.dialect import COMMENT, Dialect, ReplyHead, event
+from skyrl_mega.rollout.endpoint.dialect import Dialect, ReplyHead, event
 from skyrl_mega.rollout.endpoint.openai_chat import token_logprobs
 from skyrl_mega.rollout.endpoint.requests import BadRequest, PolicyReply, RequestError, TokenRequest
 
-FOLLOWED = frozenset(
-    [
-        "request_id",
-        "token_ids",
-        "token_offsets",
-        "sampling_params",
-        "model",
-        "return_token_ids",
-        "output_mode",
-        "stream",
-        "stream_options",
-        "cache_salt",
-    ]
+FOLLOWED = (
+    *("request_id", "token_ids", "token_offsets", "sampling_params", "model", "return_token_ids", "output_mode"),
+    *("stream", "stream_options", "cache_salt"),
 )
 """Parameters with their usual effect, or without any effect at all."""
-FOLLOWED_SAMPLING = frozenset(
-    ["max_tokens", "stop", "n", "logprobs", "detokenize", "output_kind", "skip_special_tokens"]
-)
+FOLLOWED_SAMPLING = ("max_tokens", "stop", "n", "logprobs", "detokenize", "output_kind", "skip_special_tokens")
 """The same, of `sampling_params`."""
 LARGEST_TOKEN = 2**31 - 1
 KINDS = {
@@ -81,11 +69,6 @@ def write(head: ReplyHead, replies: list[PolicyReply]) -> dict[str, Any]:
         "prompt_logprobs": None,
         "prompt_token_ids": _prompt(head),
     }
-
-
-def opening(head: ReplyHead, replies: list[PolicyReply] | None) -> str:
-    """Returns "": a stream begins with the reply, without events in front."""
-    return ""
 
 
 def events(head: ReplyHead, replies: list[PolicyReply]) -> str:
@@ -158,6 +141,4 @@ def _usage(reply: PolicyReply) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-TOKENS = Dialect(
-    read=read, write=write, opening=opening, events=events, keep_alive=COMMENT, error=error, failure=failure
-)
+TOKENS = Dialect(read=read, write=write, events=events, error=error, failure=failure)
