@@ -5,15 +5,17 @@ Without a trial, a wrong name or a wrong order appears only in the first step, a
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from io import StringIO
+from typing import cast
 
 from skyrl_mega.common import imports, trials
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.engines.base import Completion
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent import edits
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
@@ -24,10 +26,9 @@ from skyrl_mega.trainer.step_plan import (
     PlanFault,
     StepFunction,
     StepPlan,
-    checked_metrics,
     step_function,
 )
-from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory, new_trajectory
 
 STEPS = (1, 2, 3, 50)
 """Numbers of the steps tried; the last is without groups, as at the end of the data."""
@@ -37,7 +38,7 @@ class _NotRunnableHere(Exception):
     """The function uses a part of the run that exists only in a run."""
 
 
-class TrialPlan:
+class TrialPlan(StepPlan):
     """A `StepPlan` with stand-ins: the same methods and the same order, without effect. A call at the wrong time, or
     with something wrong, raises PlanFault.
 
@@ -49,7 +50,7 @@ class TrialPlan:
     """
 
     def __init__(self, config: Config, number: int, handed_out: HandedOut, *, empty: bool) -> None:
-        self.run, self.config, self.empty = _RunProbe(), config, empty
+        self.run, self.config, self.empty = cast(Run, _RunProbe()), config, empty
         self.step = Step(number, Console(StringIO()))
         self._order = PartOrder(config, handed_out)
 
@@ -57,11 +58,6 @@ class TrialPlan:
     def generated(self) -> int:
         """Number of calls of `generate`."""
         return self._order.generated
-
-    @property
-    def number(self) -> int:
-        """Number of the step."""
-        return self.step.number
 
     def generate(self) -> list[Group]:
         """Returns a group of each of two prompts; [] with `empty`. Raises PlanFault if generation is not allowed at
@@ -87,16 +83,6 @@ class TrialPlan:
         self._order.recorded = True
         self.sync_if_trained()
 
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to those of `step`. Raises PlanFault unless the metrics are numbers by name."""
-        self.step.record(checked_metrics(metrics))
-
-    def sync_if_trained(self) -> None:
-        """Notes a weight sync if the policy was trained since the last sync; else does nothing. Raises PlanFault as
-        `sync` does."""
-        if self._order.stale:
-            self.sync()
-
 
 def check(config: Config) -> None:
     """Calls the function of `run.loop` for a few steps with stand-ins. Does nothing without the setting. A function
@@ -119,7 +105,7 @@ def _try(function: StepFunction, config: Config, path: str) -> None:
         plan = TrialPlan(config, number, handed_out, empty=number == STEPS[-1])
         try:
             with trials.limited():
-                function(plan)  # type: ignore[arg-type]
+                function(plan)
         except _NotRunnableHere:
             return
         except UserError:
@@ -169,18 +155,9 @@ def _group(number: int, samples: int) -> Group:
 
 
 def _trajectory(prompt: Prompt, sample: int) -> Trajectory:
-    return Trajectory(
-        prompt,
-        sample,
-        tokens=array("i", [1, 2, 3]),
-        mask=array("b", [0, 1, 1]),
-        logprobs=array("f", [0.0, -0.5, -0.5]),
-        prompt_length=1,
-        reward=float(sample % 2),
-        status=Status.COMPLETED,
-        turns=1,
-        versions=[(0, 1)],
-        messages=[*prompt.messages, {"role": "assistant", "content": "a"}],
-        seconds={"generate": 0.0, "env": 0.0},
-        steps=[TrajectoryStep(Kind.PROMPT, 0, 1, messages=1), TrajectoryStep(Kind.RESPONSE, 1, 3, messages=1)],
-    )
+    t = new_trajectory(prompt, sample)
+    edits.set_prompt(t, prompt.messages, [1])
+    edits.add_response(t, Completion("trial", [2, 3], [-0.5, -0.5], "stop", ((0, 0),)), at_s=0.0, generate_s=0.0)
+    edits.append_messages(t, [{"role": "assistant", "content": "a"}])
+    t.reward, t.status, t.turns = float(sample % 2), Status.COMPLETED, 1
+    return t

@@ -87,7 +87,7 @@ PLANTS = (
     Plant(
         "versions",
         "after a sync under way a trajectory's version begins one token late",
-        "skyrl_mega/rollout/agent/agent_loop.py",
+        "skyrl_mega/rollout/agent/edits.py",
         "(version, end + first) for version",
         "(version, end + first + (first > 0)) for version",
         "tests/rollout/test_by_hand.py::test_tokens_after_a_sync_are_of_the_new_weights",
@@ -128,8 +128,8 @@ PLANTS = (
         "alignment",
         "another token's log-prob is taken back with an end token",
         "skyrl_mega/rollout/agent/edits.py",
-        "        del values[-1]\n",
-        "        del values[-1 if values is not t.logprobs else -2]\n",
+        "        del values[end:]\n",
+        "        del values[end - (values is t.logprobs) : len(values) - (values is t.logprobs)]\n",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",
     ),
     Plant(
@@ -184,8 +184,8 @@ PLANTS = (
         "versions",
         "a version of a token that was taken back stays",
         "skyrl_mega/rollout/agent/edits.py",
-        "if first < len(t.tokens)]",
-        "if first <= len(t.tokens)]",
+        "if first < end]",
+        "if first <= end]",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",
     ),
     Plant(
@@ -295,7 +295,7 @@ PLANTS = (
     Plant(
         "versions",
         "a branch has its tokens' versions at the places of the first branch",
-        "skyrl_mega/rollout/endpoint/to_trajectory.py",
+        "skyrl_mega/rollout/agent/edits.py",
         "(version, end + first) for version",
         "(version, t.prompt_length + first) for version",
         "tests/rollout/endpoint/test_trajectory.py::test_training_uses_the_tokens_at_the_engine",

@@ -25,7 +25,7 @@ from skyrl_mega.rollout.endpoint.session import AgentSession
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.telemetry.trace import Span
-from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep, new_trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, new_trajectory
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first retry and before any retry: the pause doubles with each retry, as the service under the
@@ -192,8 +192,7 @@ class Agent:
             if opened.env.is_agent:
                 await self._run_agent(opened, name)
                 return
-            if self.limits.trajectory_timeout_s is not None:
-                opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
+            opened.until = self.limits.deadline()
             while not await self._turn(opened, name):
                 pass
             self.end_message(t)
@@ -217,8 +216,7 @@ class Agent:
         try:
             async with self.threads.agents:
                 await opened.env.prepare()
-                if self.limits.trajectory_timeout_s is not None:
-                    opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
+                opened.until = self.limits.deadline()
                 session = AgentSession(
                     name, self.router, self.chat, self.limits, opened_at=opened.clock, until=opened.until
                 )
@@ -280,7 +278,7 @@ class Agent:
         edits.add_reward(t, step, answer)
         t.metadata = answer.metadata
 
-        t.steps.append(TrajectoryStep(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
+        edits.begin(t, Kind.OBSERVATION, opened.seconds)
         edits.append_messages(t, answer.messages or answer.observations)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
@@ -326,11 +324,7 @@ class Agent:
         request = Request(name, t.context, room, stream_seed(name), opened.left, first, prompt=begins)
         completion = await self.router.generate(request)
         opened.routes.add(t, completion)
-        end = len(t.tokens)
-        spent = opened.seconds - start
-        t.steps.append(TrajectoryStep(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
-        t.versions += [(version, end + first) for version, first in completion.versions]
-        edits.append(t, completion.tokens, 1, completion.logprobs)
+        edits.add_response(t, completion, at_s=start, generate_s=opened.seconds - start)
         return PolicyTurn(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
     def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:

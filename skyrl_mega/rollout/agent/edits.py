@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from skyrl_mega.engines.base import Completion
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.validate import StepOutput
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
+
+if TYPE_CHECKING:
+    from skyrl_mega.rollout.endpoint.graph import AgentExchange
 
 
 def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
@@ -27,12 +31,42 @@ def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[f
     t.steps[-1].end = len(t.tokens)
 
 
+def begin(t: Trajectory, kind: Kind, at_s: float) -> TrajectoryStep:
+    """Appends an empty step to a trajectory and returns the step. `at_s` is the step's time, as in `TrajectoryStep`."""
+    t.steps.append(TrajectoryStep(kind, len(t.tokens), len(t.tokens), at_s=at_s))
+    return t.steps[-1]
+
+
+def add_response(
+    t: Trajectory, answer: Completion | AgentExchange, *, at_s: float, generate_s: float
+) -> TrajectoryStep:
+    """Appends a step with the policy's tokens, log-probs and weight versions, and returns the step.
+
+    Args:
+        t: The trajectory, changed in place.
+        answer: The policy's tokens and log-probs, the version of the weights from each index on, and the reason of the
+            end.
+        at_s: Time of the request, as in `TrajectoryStep`.
+        generate_s: Seconds of the request.
+    """
+    end, step = len(t.tokens), begin(t, Kind.RESPONSE, at_s)
+    step.generate_s, step.finish = generate_s, answer.finish
+    t.versions += [(version, end + first) for version, first in answer.versions]
+    append(t, answer.tokens, 1, answer.logprobs)
+    return step
+
+
+def cut(t: Trajectory, end: int) -> None:
+    """Removes a trajectory's tokens from position `end` on, and the weight versions that begin there; steps stay."""
+    for values in (t.tokens, t.mask, t.logprobs):
+        del values[end:]
+    t.versions = [(version, first) for version, first in t.versions if first < end]
+
+
 def remove_end(t: Trajectory) -> None:
     """Removes the last token of a trajectory, the end token of its last response, because the same message continues.
     The trajectory's last step must be an empty observation after this response."""
-    for values in (t.tokens, t.mask, t.logprobs):
-        del values[-1]
-    t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
+    cut(t, len(t.tokens) - 1)
     t.steps[-2].end = t.steps[-1].start = t.steps[-1].end = len(t.tokens)
 
 

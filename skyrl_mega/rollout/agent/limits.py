@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from skyrl_mega.config.derived import length_limit, response_limit
@@ -43,6 +44,10 @@ class TrajectoryLimits:
             input=rollout.max_input_tokens,
             rewrites=rollout.step_wise != "off",
         )
+
+    def deadline(self) -> float | None:
+        """Returns the end of a trajectory that begins now, on the clock of `time.perf_counter`; None: without limit."""
+        return None if self.trajectory_timeout_s is None else time.perf_counter() + self.trajectory_timeout_s
 
     def room(self, t: Trajectory) -> int:
         """Returns the most tokens that the next turn of a trajectory may have under the limits of the turn, of all

@@ -10,6 +10,8 @@ Legend: T tokens of the trajectory, n of one turn, M MoE layers, K experts of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from skyrl_mega.engines.base import Completion
@@ -21,7 +23,8 @@ class TurnRoutes:
     """Collector of a trajectory's expert routes, turn by turn. Stays empty for engines without route output."""
 
     def __init__(self) -> None:
-        self.parts: list[np.ndarray] = []
+        self.parts: list[np.ndarray | int] = []
+        """As in `filled`."""
         self.known = 0
         """Position in `Trajectory.tokens` up to which `parts` reach."""
 
@@ -41,14 +44,8 @@ class TurnRoutes:
             return
         begins = len(t.tokens) - len(t.context) + self.first(t)
         end = len(t.tokens) + len(completion.tokens) - 1
-        if len(completion.routes) != end - begins:
-            raise WrongRoutes(
-                f"request {completion.id}: the engine returned routes of {len(completion.routes)} tokens instead of "
-                f"{end - begins}"
-            )
-        if begins > self.known:  # the environment replaced the conversation
-            self.parts.append(_none(completion.routes, begins - self.known))
-        self.parts.append(completion.routes)
+        check_count(completion.id, completion.routes, end - begins)
+        self.parts += [begins - self.known, completion.routes]  # a gap: the environment replaced the conversation
         self.known = end
 
     def copied(self, end: int | None = None) -> TurnRoutes:
@@ -58,19 +55,36 @@ class TurnRoutes:
         copy.parts, copy.known = [*self.parts], self.known
         if end is not None and self.parts and end - 1 < self.known:
             copy.known = end - 1
-            copy.parts = [np.concatenate(self.parts)[: copy.known]]
+            copy.parts = [np.concatenate(filled(self.parts))[: copy.known]]
         return copy
 
     def keep(self, t: Trajectory) -> None:
-        """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K] (K experts
-        of each of M layers), aligned to the input; zeros for tokens without a route. Does nothing without routes."""
+        """Stores the routes of a finished trajectory as `keep` does."""
+        keep(t, [*self.parts, len(t.tokens) - self.known])
+
+
+def check_count(request: str, routes: np.ndarray, tokens: int) -> None:
+    """Raises WrongRoutes unless the routes returned for a request are the routes of this number of tokens."""
+    if len(routes) != tokens:
+        raise WrongRoutes(f"request {request}: the engine returned routes of {len(routes)} tokens instead of {tokens}")
+
+
+def keep(t: Trajectory, parts: Sequence[np.ndarray | int]) -> None:
+    """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K] (K experts of
+    each of M layers), aligned to the input. Does nothing without routes. `parts` as in `filled`."""
+    if arrays := filled(parts):
         from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
 
-        if self.parts:
-            rest = _none(self.parts[0], len(t.tokens) - self.known)
-            t.columns[COLUMN] = Column(flat([*self.parts, rest], self.parts[0].dtype), "input")
+        t.columns[COLUMN] = Column(flat(arrays, arrays[0].dtype), "input")
 
 
-def _none(like: np.ndarray, tokens: int) -> np.ndarray:
-    """Returns zeros for tokens without a route."""
-    return np.zeros((tokens, *like.shape[1:]), like.dtype)
+def filled(parts: Sequence[np.ndarray | int]) -> list[np.ndarray]:
+    """Returns routes in parts, with zeros for tokens without a route; [] without any routes.
+
+    Args:
+        parts: Routes [n, M, K], in the order of the tokens; a number stands for so many tokens without a route.
+    """
+    like = next((part for part in parts if isinstance(part, np.ndarray)), None)
+    if like is None:
+        return []
+    return [np.zeros((part, *like.shape[1:]), like.dtype) if isinstance(part, int) else part for part in parts]

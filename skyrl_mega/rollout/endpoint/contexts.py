@@ -12,8 +12,8 @@ from typing import Any
 from skyrl_mega.common.safe_read import Malformed
 from skyrl_mega.engines.base import Completion
 from skyrl_mega.envs.base import ROLES, Message
-from skyrl_mega.models.routes import WrongRoutes
 from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
+from skyrl_mega.rollout.agent.routes import check_count
 from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
 from skyrl_mega.rollout.endpoint.requests import BadRequest, ChatRequest, ContextTooLong, TokenRequest
 
@@ -57,11 +57,7 @@ class Context:
         if completion.routes is None:
             return None
         given = len(self.between) + (self.parent.length if self.parent else 0) - 1 - self.routes_from()
-        if len(completion.routes) != given + len(completion.tokens):
-            raise WrongRoutes(
-                f"request {completion.id}: the engine returned routes of {len(completion.routes)} tokens instead of "
-                f"{given + len(completion.tokens)}"
-            )
+        check_count(completion.id, completion.routes, given + len(completion.tokens))
         return completion.routes[: given + kept]
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from skyrl_mega.envs.base import Message
-from skyrl_mega.models.routes import COLUMN
-from skyrl_mega.rollout.agent import edits
+from skyrl_mega.rollout.agent import edits, routes
 from skyrl_mega.rollout.endpoint.graph import AgentExchange, RequestTree
-from skyrl_mega.trajectories.trajectory import Kind, Trajectory, TrajectoryStep
+from skyrl_mega.trajectories.trajectory import Kind, Trajectory
 
 
 def fill(t: Trajectory, tree: RequestTree) -> None:
@@ -27,7 +26,7 @@ def fill(t: Trajectory, tree: RequestTree) -> None:
         return
     t.messages, t.tools, t.steps[0].messages = [], tree.exchanges[0].tools, 0
     trained: set[AgentExchange] = set()
-    routes: list[np.ndarray | int] = []
+    parts: list[np.ndarray | int] = []
     for last in tree.conversations():
         path = last.path()
         new = next(place for place, exchange in enumerate(path) if exchange not in trained)
@@ -37,16 +36,16 @@ def fill(t: Trajectory, tree: RequestTree) -> None:
             if place > new:
                 _add_observation(t, path[place - 1], exchange)
             _add_response(t, exchange)
-        routes += _routes(path)
+        parts += _routes(path)
     t.turns = len(tree.exchanges)
-    _keep_routes(t, routes)
+    routes.keep(t, parts)
 
 
 def _add_context(t: Trajectory, path: list[AgentExchange], new: int) -> None:
     """Appends the step of a conversation's tokens before the reply of `path[new]`."""
     first = not t.tokens
     if not first:
-        t.steps.append(TrajectoryStep(Kind.PROMPT, len(t.tokens), len(t.tokens), at_s=path[new].at_s))
+        edits.begin(t, Kind.PROMPT, path[new].at_s)
     for exchange in path[:new]:
         edits.append(t, exchange.between, 0)
         edits.append(t, exchange.tokens, 0)
@@ -59,8 +58,7 @@ def _add_context(t: Trajectory, path: list[AgentExchange], new: int) -> None:
 
 def _add_observation(t: Trajectory, before: AgentExchange, exchange: AgentExchange) -> None:
     """Appends the step between two replies."""
-    end = len(t.tokens)
-    t.steps.append(TrajectoryStep(Kind.OBSERVATION, end, end, at_s=before.at_s + before.generate_s))
+    edits.begin(t, Kind.OBSERVATION, before.at_s + before.generate_s)
     edits.append(t, exchange.between, 0)
     edits.append_messages(t, _texts(exchange))
 
@@ -72,26 +70,14 @@ def _texts(exchange: AgentExchange) -> list[Message]:
 
 def _add_response(t: Trajectory, exchange: AgentExchange) -> None:
     """Appends the step of a reply."""
-    end = len(t.tokens)
-    t.steps.append(
-        TrajectoryStep(
-            Kind.RESPONSE,
-            end,
-            end,
-            at_s=exchange.at_s,
-            generate_s=exchange.generate_s,
-            finish=exchange.finish,
-            tool_calls=exchange.tool_calls,
-        )
-    )
-    t.versions += [(version, end + first) for version, first in exchange.versions]
-    edits.append(t, exchange.tokens, 1, exchange.logprobs)
+    step = edits.add_response(t, exchange, at_s=exchange.at_s, generate_s=exchange.generate_s)
+    step.tool_calls = exchange.tool_calls
     edits.append_messages(t, [exchange.reply])
 
 
 def _routes(path: list[AgentExchange]) -> list[np.ndarray | int]:
-    """Returns the expert routes of a conversation's tokens in parts; a number stands for tokens without routes, such as
-    the last."""
+    """Returns the expert routes of a conversation's tokens in parts, as in `agent.routes.filled`; the last token has no
+    route."""
     parts: list[np.ndarray | int] = []
     known = end = 0
     for exchange in path:
@@ -101,15 +87,3 @@ def _routes(path: list[AgentExchange]) -> list[np.ndarray | int]:
             parts += [begins - known, exchange.routes]
             known = end - 1
     return [*parts, end - known]
-
-
-def _keep_routes(t: Trajectory, parts: list[np.ndarray | int]) -> None:
-    """Stores the routes as the trajectory's column `models.routes.COLUMN`, with zeros for tokens without routes. Does
-    nothing without routes."""
-    like = next((part for part in parts if isinstance(part, np.ndarray)), None)
-    if like is None:
-        return
-    from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
-
-    arrays = [np.zeros((part, *like.shape[1:]), like.dtype) if isinstance(part, int) else part for part in parts]
-    t.columns[COLUMN] = Column(flat(arrays, like.dtype), "input")

@@ -317,7 +317,7 @@ class Branch:
         except validate.BadOutput as error:
             raise GeneratorFault(str(error)) from error
         edits.append_messages(t, [{"role": "assistant", "content": self.text}])
-        t.steps.append(TrajectoryStep(Kind.OBSERVATION, t.steps[-1].end, t.steps[-1].end, at_s=self.opened.seconds))
+        edits.begin(t, Kind.OBSERVATION, self.opened.seconds)
         edits.append_messages(t, output.observations)
         if self._finish in CUT_STATUS:
             t.status, self.done = CUT_STATUS[self._finish], True
@@ -328,9 +328,7 @@ class Branch:
     def _cut(self, tokens: int) -> None:
         t, step = self._trajectory, self._trajectory.steps[-1]
         end = step.start + tokens
-        for values in (t.tokens, t.mask, t.logprobs):
-            del values[end:]
-        t.versions = [(version, first) for version, first in t.versions if first < end]
+        edits.cut(t, end)
         self.opened.routes = self.opened.routes.copied(end)
         pieces = [piece for piece in self.pieces if piece.start < end]
         self.pieces = [replace(piece, count=min(piece.count, end - piece.start)) for piece in pieces]

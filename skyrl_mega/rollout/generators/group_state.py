@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -81,8 +80,7 @@ class GroupState:
     async def _begin(self) -> None:
         if self._start is not None:
             await self._start()
-        if self.limits.trajectory_timeout_s is not None:
-            self.until = time.perf_counter() + self.limits.trajectory_timeout_s
+        self.until = self.limits.deadline()
 
     def count(self, tokens: int) -> int:
         """Counts a request and its sampled tokens, and returns the number of the request, from 1.
