@@ -15,18 +15,17 @@ from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.workers.messages import EngineAwaitsSync, EngineDead, RolloutFailed
-from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
-from tests.support.mortal_workers import PROMPT, player_of
+from tests.support.mortal_workers import PROMPT, in_virtual_time, players
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
+@in_virtual_time
+async def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
     chance, slots = Random(seed), Slots(8)
 
-    async def phase() -> None:
-        player, group, workers, _, lines = player_of(3, 12, seed)
+    with players(3, 12, seed) as (player, group, workers, _, lines):
         agent = SlotPlayer(player, slots)
         playing = [asyncio.create_task(agent.play(PROMPT, i, f"name {i}")) for i in range(150)]
         for _ in range(12):
@@ -41,20 +40,15 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
         assert set(names) == {f"name {i}" for i in range(150)}, "the same names, however often"
         assert sum(names.values()) > 150, "some were played again"
         assert any("is out of service: its process died" in line and "Restarting it" in line for line in lines)
-        player.close()
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
     assert slots.use.most == 8
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_group_comes_whole_and_once(seed: int) -> None:
+@in_virtual_time
+async def test_a_group_comes_whole_and_once(seed: int) -> None:
     chance = Random(seed)
 
-    async def phase() -> None:
-        player, group, workers, _, _ = player_of(3, 12, seed)
+    with players(3, 12, seed) as (player, group, workers, _, _):
         names = [[f"group {i}/{s}" for s in range(3)] for i in range(40)]
         playing = [asyncio.create_task(player.play_group(PROMPT, given)) for given in names]
         abandoned = asyncio.create_task(player.play_group(PROMPT, ["x/0", "x/1"]))
@@ -69,16 +63,11 @@ def test_a_group_comes_whole_and_once(seed: int) -> None:
         assert all(t.remote_arrays.ref.good and t.prompt is PROMPT for group in played for t in group)
         assert {name for worker in group.every for name in worker.names} >= {name for given in names for name in given}
         assert all(not link.waiting for link in player.links.values()) and abandoned.cancelled()
-        player.close()
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:
-    async def phase() -> None:
-        player, group, workers, _, lines = player_of(2, 0)
+@in_virtual_time
+async def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:
+    with players(2, 0) as (player, group, _, _, lines):
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(20)]
         await asyncio.sleep(0.5)
         group.actors[0].die()
@@ -88,15 +77,11 @@ def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run(
         group.actors[1].die()
         with pytest.raises(ActorFailed, match=r"rollout-1 .*its process died .*rollout-1\.log"):
             await player.play(PROMPT, 0, "0")
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
-    async def phase() -> None:
-        player, group, workers, _, _ = player_of(1, 0)
+@in_virtual_time
+async def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
+    with players(1, 0) as (player, group, _, _, _):
         playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
         await asyncio.sleep(0.5)
         playing.cancel()
@@ -106,18 +91,14 @@ def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
         player.close()
         await asyncio.sleep(0.1)
         assert group.actors[0].ended == 1
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_what_workers_find_of_engines_reaches_the_driver() -> None:
+@in_virtual_time
+async def test_what_workers_find_of_engines_reaches_the_driver() -> None:
     """Sends events of workers about engines to the driver: shares of the cache, a dead engine, an engine awaiting a
     sync, and no engine left."""
 
-    async def phase() -> None:
-        player, group, workers, engines, _ = player_of(2, 0)
+    with players(2, 0) as (player, group, _, engines, _):
         playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
         await asyncio.sleep(0.5)
         worker = group.actors[0]
@@ -148,34 +129,26 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         worker.said.put_nowait(EngineDead(1, "e1", "died too"))
         with pytest.raises(ActorFailed, match="died too"):
             await ending
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_a_defect_of_ours_is_told_to_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_defect_of_ours_is_told_to_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def hear(line: object, news: object) -> None:
         raise KeyError("a defect")
 
-    async def phase() -> None:
-        player, _, workers, _, _ = player_of(2, 0)
+    with players(2, 0) as (player, _, _, _, _):
         monkeypatch.setattr(player, "_handle", hear)
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(6)]
         for outcome in await asyncio.gather(*playing, return_exceptions=True):
             assert isinstance(outcome, ActorFailed) and "a defect" in str(outcome)
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
+@in_virtual_time
+async def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
     """Cancels all tasks at once, as at the end of a service's loop."""
     closed: list[int] = []
 
-    async def phase() -> None:
-        player, group, workers, _, _ = player_of(1, 0)
+    with players(1, 0) as (player, group, _, _, _):
 
         async def end(session: str) -> ActivityReport:
             await asyncio.sleep(5)
@@ -190,15 +163,11 @@ def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         assert closed == [3]
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_what_is_abandoned_before_a_worker_has_begun_waits_for_nobody() -> None:
-    async def phase() -> None:
-        player, group, workers, _, _ = player_of(1, 0)
+@in_virtual_time
+async def test_what_is_abandoned_before_a_worker_has_begun_waits_for_nobody() -> None:
+    with players(1, 0) as (player, group, _, _, _):
         group.actors[0].begin = SimpleNamespace(remote=lambda *_: asyncio.ensure_future(asyncio.sleep(30)))
         playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
         await asyncio.sleep(0.1)
@@ -207,24 +176,14 @@ def test_what_is_abandoned_before_a_worker_has_begun_waits_for_nobody() -> None:
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         assert now() - start < 1
-        player.close()
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())
 
 
-def test_orders_that_a_worker_cannot_read_end_the_run() -> None:
+@in_virtual_time
+async def test_orders_that_a_worker_cannot_read_end_the_run() -> None:
     async def refuse(*_: object) -> None:
         raise ray.exceptions.RayTaskError("play", "it does not unpickle", ValueError("it does not unpickle"))
 
-    async def phase() -> None:
-        player, group, workers, _, _ = player_of(1, 0)
+    with players(1, 0) as (player, group, _, _, _):
         group.actors[0].play = SimpleNamespace(remote=lambda *of: asyncio.ensure_future(refuse(*of)))
         with pytest.raises(ActorFailed, match="it does not unpickle"):
             await player.play(PROMPT, 0, "0")
-        player.close()
-        workers.close()
-
-    with VirtualLoop() as loop:
-        loop.run(phase())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.workers.client import WorkerClient
 from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Finished, TrajectoryJob, WorkerEvent
+from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from skyrl_mega.trajectories.by_reference import detach_arrays
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
@@ -165,6 +168,12 @@ class Group:
     def __len__(self) -> int:
         return len(self.actors)
 
+    def each(self, **settings: Any) -> None:
+        """Sets attributes of every worker, also of workers that start later."""
+        for name, value in settings.items():
+            for one in (self, *self.actors):
+                setattr(one, name, value)
+
     def end(self, rank: int) -> None:
         self.actors[rank].alive = False
 
@@ -218,8 +227,13 @@ class Engines:
             raise NoServingActor("engine", 0, "service", "all are dead")
 
 
-def player_of(count: int, restarts: int, seed: int = 0) -> tuple[WorkerClient, Group, Workers, Engines, list[str]]:
-    group, engines, lines = Group(count, Random(seed)), Engines(), []
+@contextmanager
+def players(
+    count: int, restarts: int, seed: int = 0
+) -> Iterator[tuple[WorkerClient, Group, Workers, Engines, list[str]]]:
+    """Yields a client with this number of workers, all of its parts, and the lines that it says; then closes client and
+    workers."""
+    group, engines, lines = Group(count, Random(seed)), Engines(), list[str]()
     any_group: Any = group
     any_engines: Any = engines
     workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=lines.append)
@@ -227,4 +241,17 @@ def player_of(count: int, restarts: int, seed: int = 0) -> tuple[WorkerClient, G
     untyped_workers: Any = workers
     untyped_workers._threads = InVirtualTime(group.random)
     player = WorkerClient(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
-    return player, group, workers, engines, lines
+    yield player, group, workers, engines, lines
+    player.close()
+    workers.close()
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Returns a test that runs an async test in virtual time."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with VirtualLoop() as loop:
+            loop.run(test(*args, **kwargs))
+
+    return run
