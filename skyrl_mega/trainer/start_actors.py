@@ -155,6 +155,45 @@ def release_policy_cache(
     yield
 
 
+def start_group(
+    setup: Setup,
+    name: str,
+    actor_class: type,
+    arguments: Sequence[dict[str, Any]],
+    placement: Placement | None,
+    env: dict[str, str] | None = None,
+) -> ActorGroup:
+    """Starts an actor for each of `arguments` and returns the group, by rank. `setup.stack` ends the group;
+    after a failure here no actor is left.
+
+    Args:
+        setup: The run's settings and folder of logs.
+        name: Name of the group.
+        actor_class: Class of the actors.
+        arguments: Arguments of the class, by rank.
+        placement: Reserved places; None leaves the placement to Ray.
+        env: Environment variables of the actors.
+
+    Raises:
+        UserError: The constructor of an actor raised the error.
+        ActorFailed: A process died.
+        ActorTimeout: A process did not start within `setup.timeout_s`.
+    """
+    with setup.stages.stage(name, "start processes", len(arguments)) as waiting:
+        group = ActorGroup.spawn(
+            name,
+            actor_class,
+            arguments,
+            timeout=setup.timeout_s,
+            placement=placement,
+            env=env,
+            logs=setup.logs,
+            waiting=waiting,
+        )
+    setup.stack.callback(group.shutdown)
+    return group
+
+
 def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
@@ -187,19 +226,8 @@ def spawn_ranks(
         value_clip=config.critic.value_clip,
         deterministic=config.run.deterministic,
     )
-    with setup.stages.stage(role.name, "start processes", ranks) as waiting:
-        group = ActorGroup.spawn(
-            role.name,
-            MegatronActor,
-            [{"rank": rank, **shared} for rank in range(ranks)],
-            timeout=setup.timeout_s,
-            placement=placement,
-            env=rank_environment(config, setup.device),
-            logs=setup.logs,
-            waiting=waiting,
-        )
-    setup.stack.callback(group.shutdown)
-    return group
+    arguments = [{"rank": rank, **shared} for rank in range(ranks)]
+    return start_group(setup, role.name, MegatronActor, arguments, placement, rank_environment(config, setup.device))
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:
@@ -350,18 +378,8 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         ActorTimeout: The processes did not start, or did not load the model, within `setup.timeout_s` each.
     """
     config, spec = setup.config, engine_spec(setup, weights)
-    with setup.stages.stage("engine", "start processes", config.rollout.engines) as waiting:
-        group = ActorGroup.spawn(
-            "engine",
-            VllmEngine,
-            [{"spec": spec}] * config.rollout.engines,
-            timeout=setup.timeout_s,
-            placement=placement,
-            env=environment(spec),
-            logs=setup.logs,
-            waiting=waiting,
-        )
-    setup.stack.callback(group.shutdown)
+    arguments = [{"spec": spec}] * config.rollout.engines
+    group = start_group(setup, "engine", VllmEngine, arguments, placement, environment(spec))
     with setup.stages.stage("engine", "load the model", config.rollout.engines) as waiting:
         facts = group.call_all("start", timeout=setup.timeout_s, waiting=waiting)
     if config.rollout.endpoints and weights == "dummy":

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.nodes import Node, driver_node, nodes_without_gpus
 from skyrl_mega.cluster.placement import on_nodes, spread
 from skyrl_mega.config.derived import on_driver_node, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.rollout.workers.worker import RolloutWorker
-from skyrl_mega.trainer.start_actors import Setup
+from skyrl_mega.trainer.start_actors import Setup, start_group
 
 
 def start_workers(setup: Setup) -> Workers | None:
@@ -43,17 +42,8 @@ def start_workers(setup: Setup) -> Workers | None:
         )
         for rank, node in enumerate(nodes)
     ]
-    with setup.stages.stage("rollout", "start processes", count) as waiting:
-        group = ActorGroup.spawn(
-            "rollout",
-            RolloutWorker,
-            arguments,
-            timeout=setup.timeout_s,
-            placement=on_nodes(nodes, elsewhere=not on_driver_node(config.environment)),
-            logs=setup.logs,
-            waiting=waiting,
-        )
-    setup.stack.callback(group.shutdown)
+    placement = on_nodes(nodes, elsewhere=not on_driver_node(config.environment))
+    group = start_group(setup, "rollout", RolloutWorker, arguments, placement)
     workers = Workers(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say)
     setup.stack.callback(workers.close)
     return workers
