@@ -49,7 +49,7 @@ class TimedSession:
     def __init__(self, seconds: float, counts: Counter[str]) -> None:
         self._seconds, self._counts = seconds, counts
 
-    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
+    async def reply(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
         """Returns a reply."""
         start = time.perf_counter()
         self._counts["started"] += 1
@@ -60,10 +60,6 @@ class TimedSession:
             raise
         self._counts["answered"] += 1
         return [replace(REPLY, content=f"{time.perf_counter() - start:.6f} {REPLY.text}")]
-
-    async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Raises an error: the benchmark sends no tokens."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

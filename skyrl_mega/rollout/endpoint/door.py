@@ -99,9 +99,7 @@ class AgentDoor:
     async def _answer(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
         if self._ended:
             raise SessionEnded(ENDED)
-        if isinstance(request, ChatRequest):
-            return await self._session.chat(request)
-        return [await self._session.continue_tokens(request)]
+        return await self._session.reply(request)
 
     async def _count(self, request: ChatRequest) -> int:
         if self._ended:

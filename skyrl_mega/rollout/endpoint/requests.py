@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.tool_calls import ToolCall
@@ -43,6 +43,8 @@ class TokenRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    n: ClassVar[int] = 1
+    """Number of replies."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class PolicyReply:
 class EndpointSession(Protocol):
     """The requests of one trajectory. The methods run in the event loop of the rollouts."""
 
-    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
-        """Returns `request.n` replies of the policy to a chat request.
+    async def reply(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
+        """Returns `request.n` replies of the policy to a request.
 
         Raises:
             RequestError: The request cannot be answered; the subclass says why.
@@ -100,10 +102,6 @@ class EndpointSession(Protocol):
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens that the policy would read for a chat request. Raises RequestError if
         the request cannot be answered."""
-
-    async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Returns a reply of the policy that continues the request's tokens. Raises RequestError if the request cannot
-        be answered."""
 
 
 class RequestError(Exception):

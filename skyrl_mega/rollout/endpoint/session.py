@@ -11,7 +11,7 @@ import hashlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_mega.engines.base import Completion, Request
@@ -138,15 +138,25 @@ class AgentSession:
         """The requests of `_tasks` without a waiting client, in order."""
         self._working, self._working_since = 0, 0.0
 
-    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
-        """Answers a chat request with `request.n` replies and adds the exchanges to `tree`. If the caller is cancelled,
-        the tokens are dropped, unless the same request comes again.
+    async def reply(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
+        """Answers a request with `request.n` replies and adds the exchanges to `tree`. If the caller is cancelled, the
+        tokens are dropped, unless the same request comes again.
 
         Raises:
             RequestError: The request cannot be answered: `BadRequest`, `ContextTooLong`, `TurnLimit`, or
                 `SessionEnded`, also after a fault of the run (`failed`).
         """
-        return await self._answer(lambda: self._of_messages(request), request, request.n)
+        try:
+            return await self._replies(request)
+        except RequestError as error:
+            self.refusal = str(error)
+            self.refused += 1
+            if (limit := LIMITS.get(type(error))) is not None and not self._ended:
+                self.limit, self.refused_by_limit = limit, True
+            raise
+        except Exception as error:  # no fault of the agent: raised again by `failed`, and ends the trajectory
+            self._fail(error)
+            raise SessionEnded("the run cannot answer any more") from error
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens that the policy would read for a chat request. Neither counts as a request nor
@@ -159,18 +169,11 @@ class AgentSession:
         """
         self._check_open()
         try:
-            context = await self._of_messages(request)
+            context = await self._context(request)
         except RequestError as error:
             self.refusal, self.refused = str(error), self.refused + 1
             raise
         return len(context.between) + (context.parent.length if context.parent else 0)
-
-    async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Returns a reply that continues the request's tokens, and adds the exchange to `tree`. Raises RequestError if
-        the request cannot be answered, as `chat` does."""
-        tree, renderer = self.tree, self.renderer
-        (reply,) = await self._answer(lambda: contexts.of_tokens(request, tree, renderer), request, 1)
-        return reply
 
     def end(self) -> None:
         """Refuses further requests, and drops the tokens of all requests not answered yet."""
@@ -198,31 +201,15 @@ class AgentSession:
         for task in self._tasks:
             task.cancel()
 
-    async def _answer(
-        self, read: Callable[[], Awaitable[Context]], request: ChatRequest | TokenRequest, n: int
-    ) -> list[PolicyReply]:
-        try:
-            return await self._replies(read, request, n)
-        except RequestError as error:
-            self.refusal = str(error)
-            self.refused += 1
-            if (limit := LIMITS.get(type(error))) is not None and not self._ended:
-                self.limit, self.refused_by_limit = limit, True
-            raise
-        except Exception as error:  # no fault of the agent: raised again by `failed`, and ends the trajectory
-            self._fail(error)
-            raise SessionEnded("the run cannot answer any more") from error
-
-    async def _replies(
-        self, read: Callable[[], Awaitable[Context]], request: ChatRequest | TokenRequest, n: int
-    ) -> list[PolicyReply]:
+    async def _replies(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
+        n = request.n
         self._check_open()
         if not 1 <= n <= MOST_REPLIES:
             raise BadRequest(f"n is {n}; allowed is 1 to {MOST_REPLIES}")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise BadRequest(f"the most tokens of a reply are {request.max_tokens}; allowed is at least 1")
         self.ignored += len(request.ignored)
-        context = await read()
+        context = await self._context(request)
         self._check_open()
         room, tokens = self._room(context), context.tokens()
         most = room if request.max_tokens is None else min(room, request.max_tokens)
@@ -258,8 +245,9 @@ class AgentSession:
     def _seconds_left(self) -> float | None:
         return None if self.until is None else max(0.0, self.until - time.perf_counter())
 
-    async def _of_messages(self, request: ChatRequest) -> Context:
-        # The samples of a prompt often begin with the same messages; later requests hardly repeat.
+    async def _context(self, request: ChatRequest | TokenRequest) -> Context:
+        if isinstance(request, TokenRequest):
+            return await contexts.of_tokens(request, self.tree, self.renderer)
         return await contexts.of_messages(request, self.tree, self.renderer, cached=not self.requests)
 
     def _room(self, context: Context) -> int:

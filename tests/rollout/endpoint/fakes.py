@@ -61,7 +61,7 @@ class ScriptedSession:
         if self._released is not None:
             loop.call_soon_threadsafe(self._released.set)
 
-    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
+    async def reply(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
         """Returns `request.n` replies, or raises the exception."""
         return [await self._answer(request)] * request.n
 
@@ -70,10 +70,6 @@ class ScriptedSession:
         if isinstance(self.answer, Exception):
             raise self.answer
         return len(request.messages)
-
-    async def continue_tokens(self, request: TokenRequest) -> PolicyReply:
-        """Returns the reply, or raises the exception."""
-        return await self._answer(request)
 
     async def _answer(self, request: ChatRequest | TokenRequest) -> PolicyReply:
         self.requests.append(request)

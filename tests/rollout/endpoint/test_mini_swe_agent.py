@@ -14,7 +14,13 @@ from skyrl_mega.envs.harness.env import HarnessEnv, ProgramFailed
 from skyrl_mega.envs.sandbox import confinements
 from skyrl_mega.envs.tool_calls import ToolCall
 from skyrl_mega.rollout.endpoint import openai_chat
-from skyrl_mega.rollout.endpoint.requests import ChatRequest, ContextTooLong, EndpointSession, PolicyReply
+from skyrl_mega.rollout.endpoint.requests import (
+    ChatRequest,
+    ContextTooLong,
+    EndpointSession,
+    PolicyReply,
+    TokenRequest,
+)
 from tests.rollout.endpoint.fakes import PLAIN, ScriptedSession
 
 ROOT = Path(__file__).parents[3]
@@ -44,9 +50,9 @@ class TalkingSession(ScriptedSession):
         super().__init__()
         self.answers = list(answers)
 
-    async def chat(self, request: ChatRequest) -> list[PolicyReply]:
+    async def reply(self, request: ChatRequest | TokenRequest) -> list[PolicyReply]:
         self.answer = self.answers.pop(0)
-        return await super().chat(request)
+        return await super().reply(request)
 
 
 def calling(command: str) -> PolicyReply:

@@ -79,7 +79,7 @@ async def settle() -> None:
 
 
 async def says(session: AgentSession, messages: list[dict[str, Any]], **more: Any) -> PolicyReply:
-    (reply,) = await session.chat(ChatRequest(messages, **more))
+    (reply,) = await session.reply(ChatRequest(messages, **more))
     return reply
 
 
@@ -109,7 +109,7 @@ def test_counted_tokens_are_those_that_the_policy_would_read(chat: Renderer) -> 
         asked = ChatRequest([HELLO, shown(first), MORE])
         counted = await session.count(asked)
         assert (session.requests, len(engine.asked)) == (1, 1), "counting asks no engine"
-        (second,) = await session.chat(asked)
+        (second,) = await session.reply(asked)
         assert counted == second.prompt_tokens > first.prompt_tokens
         for _ in range(MOST_REFUSALS):
             with pytest.raises(BadRequest):
@@ -219,7 +219,7 @@ def test_thoughts_opened_by_the_template_are_thoughts(chat: Renderer, tmp_path: 
 
 def test_of_replies_that_look_the_same_the_one_with_the_thoughts_is_continued(chat: Renderer) -> None:
     async def work(session: AgentSession, engine: FakeEngine) -> None:
-        replies = await session.chat(ChatRequest([HELLO], n=2))
+        replies = await session.reply(ChatRequest([HELLO], n=2))
         assert [(reply.reasoning, reply.content) for reply in replies] == [("a", "4"), ("b", "4")]
         second = await says(session, [HELLO, shown(replies[0]), MORE])
         await says(session, [HELLO, shown(replies[0]), MORE, shown(second), MORE])
@@ -236,7 +236,7 @@ def test_of_replies_that_look_the_same_the_one_with_the_thoughts_is_continued(ch
 
 def test_several_replies_are_branches_and_the_agent_chooses(chat: Renderer) -> None:
     async def work(session: AgentSession, engine: FakeEngine) -> None:
-        replies = await session.chat(ChatRequest([HELLO], n=3))
+        replies = await session.reply(ChatRequest([HELLO], n=3))
         assert [reply.text for reply in replies] == ["a", "b", "c"]
         await says(session, [HELLO, shown(replies[1]), MORE])
 
@@ -245,7 +245,7 @@ def test_several_replies_are_branches_and_the_agent_chooses(chat: Renderer) -> N
     assert session.tree.exchanges[3].parent is session.tree.exchanges[1]
     for n in (0, 17):
         with pytest.raises(BadRequest, match="allowed is 1 to 16"):
-            run(chat, lambda session, engine, n=n: session.chat(ChatRequest([HELLO], n=n)))  # type: ignore[misc]
+            run(chat, lambda session, engine, n=n: session.reply(ChatRequest([HELLO], n=n)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_several_replies_are_branches_and_the_agent_chooses(chat: Renderer) -> N
 def test_requests_that_no_policy_can_answer(chat: Renderer, messages: list[dict[str, Any]], why: str) -> None:
     async def work(session: AgentSession, engine: FakeEngine) -> None:
         with pytest.raises(BadRequest, match=why):
-            await session.chat(ChatRequest(messages))
+            await session.reply(ChatRequest(messages))
         assert why in session.refusal and session.limit is None
 
     session, engine = run(chat, work)
@@ -393,15 +393,15 @@ def test_a_fault_that_is_not_the_agents_is_raised_at_the_end(chat: Renderer) -> 
 
 def test_tokens_are_continued_as_they_are(chat: Renderer) -> None:
     async def work(session: AgentSession, engine: FakeEngine) -> None:
-        first = await session.continue_tokens(TokenRequest(chat.encode("hello")))
+        (first,) = await session.reply(TokenRequest(chat.encode("hello")))
         tokens = [*chat.encode("hello"), *first.tokens, *chat.encode(" 42")]
-        second = await session.continue_tokens(TokenRequest(tokens, max_tokens=2))
+        (second,) = await session.reply(TokenRequest(tokens, max_tokens=2))
         assert list(engine.asked[1][0].tokens) == tokens and len(second.tokens) == 2
         assert second.cached_tokens == len(chat.encode("hello")) + len(first.tokens)
-        await session.continue_tokens(TokenRequest(tokens[:-3]))
+        await session.reply(TokenRequest(tokens[:-3]))
         for wrong in ([], [-1], [10**6]):
             with pytest.raises(BadRequest, match="below"):
-                await session.continue_tokens(TokenRequest(wrong))
+                await session.reply(TokenRequest(wrong))
 
     session, _ = run(chat, work)
     assert [exchange.parent is None for exchange in session.tree.exchanges] == [True, False, True]
