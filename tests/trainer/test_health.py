@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,8 +75,28 @@ def cut(i: int, t: Trajectory) -> Trajectory:
 PLAIN, DYNAMIC = settings(), settings(dynamic=True)
 FILTERED, STOPPED = settings(filter=True), settings(stop=["</answer>"])
 REPLAYED = settings(replay="rollout")
-PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
-    # case: kind, settings, steps, True if the policy is stuck, part of the line
+Case = tuple[str, Config, Play, bool, str]
+"""Kind, settings, steps, True if the policy is stuck, part of the line."""
+
+
+def metrics_of(kind: str, metrics: dict[str, float], part: str, *, stuck: bool = False, config: Config = PLAIN) -> Case:
+    """Returns a case of healthy steps with other metrics."""
+    return kind, config, spoiled(config, **metrics), stuck, part
+
+
+def turns_of(
+    kind: str,
+    turn: Callable[[int, Trajectory], Trajectory | None],
+    part: str,
+    *,
+    stuck: bool = False,
+    config: Config = PLAIN,
+) -> Case:
+    """Returns a case of steps with other trajectories."""
+    return kind, config, every(config, turn), stuck, part
+
+
+PLANTED: dict[str, Case] = {
     "rewards that never differ": (
         "equal_rewards",
         PLAIN,
@@ -83,62 +104,50 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         True,
         "none of 32 groups has rewards that differ: all 128 are 0, of 128 different answers",
     ),
-    "the same in steps of four groups": (
+    "the same in steps of four groups": turns_of(
         "equal_rewards",
-        settings(4, 4),
-        every(settings(4, 4), lambda i, t: said(t.prompt.uid, f"a{i}", 0.5)),
-        True,
+        lambda i, t: said(t.prompt.uid, f"a{i}", 0.5),
         "none of 4 groups",
+        stuck=True,
+        config=settings(4, 4),
     ),
-    "a reward that only the prompt decides": (
+    "a reward that only the prompt decides": turns_of(
         "rewards_by_prompt",
-        PLAIN,
-        every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.prompt.uid % 2)),
-        True,
+        lambda i, t: said(t.prompt.uid, f"a{i}", t.prompt.uid % 2),
         "never between the answers to the same prompt",
+        stuck=True,
     ),
-    "greedy answers that earn what all others do": (
+    "greedy answers that earn what all others do": metrics_of(
         "no_advantage",
-        settings(advantage="remax"),
-        spoiled(settings(advantage="remax"), **{"policy/advantage_fraction": 0.0, "reward/greedy": 0.25}),
-        True,
+        {"policy/advantage_fraction": 0.0, "reward/greedy": 0.25},
         "though rewards differ between answers; greedy answers earn 0.25 in the mean",
+        stuck=True,
+        config=settings(advantage="remax"),
     ),
-    "rewards that cancel": (
+    "rewards that cancel": metrics_of(
         "no_advantage",
-        settings(advantage="gdpo"),
-        spoiled(settings(advantage="gdpo"), **{"policy/advantage_fraction": 0.0}),
-        True,
+        {"policy/advantage_fraction": 0.0},
         "(algorithm.advantage=gdpo), though rewards differ in",
+        stuck=True,
+        config=settings(advantage="gdpo"),
     ),
-    "an answer that is never the only right one": (
+    "an answer that is never the only right one": metrics_of(
         "no_advantage",
-        settings(advantage="pass_at_k"),
-        spoiled(settings(advantage="pass_at_k"), **{"policy/advantage_fraction": 0.0}),
-        False,
+        {"policy/advantage_fraction": 0.0},
         "the best answer to a prompt is never the only one",
+        config=settings(advantage="pass_at_k"),
     ),
-    "a parser that reads nothing": (
-        "nothing_parsed",
-        PLAIN,
-        every(PLAIN, unread),
-        True,
-        "'guess': null for all 128 answers",
-    ),
-    "everything cut": ("everything_cut", PLAIN, every(PLAIN, cut), True, "128 of 128 responses were cut"),
-    "everything cut, and filtered": (
+    "a parser that reads nothing": turns_of("nothing_parsed", unread, "'guess': null for all 128 answers", stuck=True),
+    "everything cut": turns_of("everything_cut", cut, "128 of 128 responses were cut", stuck=True),
+    "everything cut, and filtered": turns_of(
         "everything_cut",
-        FILTERED,
-        every(FILTERED, lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, status=Status.TRUNCATED_TOKENS)),
-        True,
+        lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, status=Status.TRUNCATED_TOKENS),
         "takes all of them out of the loss",
+        stuck=True,
+        config=FILTERED,
     ),
-    "more and more cut": (
-        "more_cut",
-        PLAIN,
-        spoiled(PLAIN, **{"rollout/truncated_fraction": 0.7}),
-        False,
-        "70% of the responses are cut short, 0% were before",
+    "more and more cut": metrics_of(
+        "more_cut", {"rollout/truncated_fraction": 0.7}, "70% of the responses are cut short, 0% were before"
     ),
     "dynamic sampling that finds nothing": (
         "nothing_sampled",
@@ -147,144 +156,90 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         True,
         "left out 32 of 32 groups",
     ),
-    "dynamic sampling that finds little": (
+    "dynamic sampling that finds little": metrics_of(
         "groups_missing",
-        DYNAMIC,
-        spoiled(DYNAMIC, **{"rollout/rounds": 10, "rollout/groups_missing": 20}),
-        False,
+        {"rollout/rounds": 10, "rollout/groups_missing": 20},
         "the step has 12 of 32 groups",
+        config=DYNAMIC,
     ),
-    "an environment that fails": (
+    "an environment that fails": turns_of(
         "environment_fails",
-        PLAIN,
-        every(PLAIN, failing),
-        False,
+        failing,
         "9 of 128 trajectories failed; the first error: environment guess: step raised NameError('\\x1b[31mre') "
         "(at guess.py, line 9, in step: re.x)",
     ),
-    "environments that fail in several ways": (
+    "environments that fail in several ways": turns_of(
         "environment_fails",
-        PLAIN,
-        every(PLAIN, failing_in_four_ways),
-        False,
+        failing_in_four_ways,
         "20 of 128 trajectories failed with 4 different errors, 8 times: environment guess: step raised "
         "KeyError('key 0'); 6 times: environment guess: reward = nan; 4 times: environment guess: step took longer "
         "than 14.5 s; 2 times other errors",
     ),
-    "ground truths that fail": (
+    "ground truths that fail": turns_of(
         "truth_fails",
-        PLAIN,
-        every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"gold_error": "no such column: x"})),
-        False,
+        lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"gold_error": "no such column: x"}),
         "none of their 128 answers can be right; the first, row 0 of data.train: no such column: x",
     ),
-    "environments that cannot be closed": (
+    "environments that cannot be closed": turns_of(
         "close_fails",
-        PLAIN,
-        every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"close_error": "close raised"})),
-        False,
+        lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"close_error": "close raised"}),
         "128 environments could not be closed",
     ),
-    "programs ended for memory": (
+    "programs ended for memory": metrics_of(
         "ended_for_memory",
-        PLAIN,
-        spoiled(PLAIN, **{"environment/ended_for_memory": 3.0}),
-        False,
+        {"environment/ended_for_memory": 3.0},
         "ended for memory: 3, because all programs running at once used more than total_mib",
     ),
-    "entropy collapsed": (
-        "entropy_collapsed",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/entropy": 0.002, "reward/mean": 0.3}),
-        False,
-        "0.002 nats",
+    "entropy collapsed": metrics_of("entropy_collapsed", {"policy/entropy": 0.002, "reward/mean": 0.3}, "0.002 nats"),
+    "gradients vanished": metrics_of(
+        "gradient_vanished", {"policy/grad_norm": 0.0}, "gradient norm 0.000, where ", stuck=True
     ),
-    "gradients vanished": (
-        "gradient_vanished",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/grad_norm": 0.0}),
-        True,
-        "gradient norm 0.000, where ",
-    ),
-    "gradients that spike": (
-        "gradient_spikes",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/grad_norm_times": 60}),
-        False,
-        "is usual; clipped to 1",
-    ),
-    "a loss that is no number": (
+    "gradients that spike": metrics_of("gradient_spikes", {"policy/grad_norm_times": 60}, "is usual; clipped to 1"),
+    "a loss that is no number": metrics_of(
         "not_finite",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/loss": math.nan, "policy/grad_norm": math.inf}),
-        True,
+        {"policy/loss": math.nan, "policy/grad_norm": math.inf},
         "policy/loss, policy/grad_norm are NaN",
+        stuck=True,
     ),
-    "mismatch rising": (
-        "mismatch_rises",
-        PLAIN,
-        spoiled(PLAIN, **{"mismatch/logprob_abs_mean": 0.02}),
-        False,
-        "differ by 0.020 nats a token",
+    "mismatch rising": metrics_of(
+        "mismatch_rises", {"mismatch/logprob_abs_mean": 0.02}, "differ by 0.020 nats a token"
     ),
-    "an engine with other weights": (
+    "an engine with other weights": metrics_of(
         "mismatch_high",
-        PLAIN,
-        spoiled(PLAIN, **{"mismatch/logprob_abs_mean": 2.0}),
-        True,
+        {"mismatch/logprob_abs_mean": 2.0},
         "differ by 2.000 nats a token in the mean (alarm from 0.050, health.mismatch.alarm_mean): the "
         "engine samples from other",
+        stuck=True,
     ),
-    "a few tokens that are far off": (
+    "a few tokens that are far off": metrics_of(
         "mismatch_high",
-        PLAIN,
-        spoiled(PLAIN, **{"mismatch/logprob_abs_mean": 0.02, "mismatch/logprob_abs_p99": 0.9}),
-        False,
+        {"mismatch/logprob_abs_mean": 0.02, "mismatch/logprob_abs_p99": 0.9},
         "differ by 0.900 nats a token at the 99th percentile (alarm from 0.500, health.mismatch.alarm_p99): "
         "the engine samples from other",
     ),
-    "routes that are the policy's in no layer but one": (
+    "routes that are the policy's in no layer but one": metrics_of(
         "routes_differ",
-        REPLAYED,
-        spoiled(REPLAYED, **{f"replay/route_mismatch_layer_{n}": 0.1 * n for n in range(6)}),
-        False,
+        {f"replay/route_mismatch_layer_{n}": 0.1 * n for n in range(6)},
         "50% of the tokens of layer 5 to other experts than the engine did (alarm from 30%, health.mismatch.alarm_",
+        config=REPLAYED,
     ),
-    "a stop string that never comes": (
+    "a stop string that never comes": turns_of(
         "stop_string_never_comes",
-        STOPPED,
-        every(STOPPED, lambda i, t: None),
-        False,
+        lambda i, t: None,
         "none of 128 turns has rollout.sampling.stop ('</answer>') in it",
+        config=STOPPED,
     ),
-    "samples that are all alike": (
+    "samples that are all alike": turns_of(
         "duplicated_samples",
-        PLAIN,
-        every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{t.prompt.uid}", 0.0)),
-        True,
+        lambda i, t: said(t.prompt.uid, f"a{t.prompt.uid}", 0.0),
         "identical, in each of 32 groups",
+        stuck=True,
     ),
-    "a policy that runs away": (
-        "kl_explodes",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/kl_old": 0.9}),
-        False,
-        "where the step began is 0.900",
+    "a policy that runs away": metrics_of("kl_explodes", {"policy/kl_old": 0.9}, "where the step began is 0.900"),
+    "everything clipped": metrics_of(
+        "everything_clipped", {"policy/clip_fraction": 0.97}, "97% of the tokens", stuck=True
     ),
-    "everything clipped": (
-        "everything_clipped",
-        PLAIN,
-        spoiled(PLAIN, **{"policy/clip_fraction": 0.97}),
-        True,
-        "97% of the tokens",
-    ),
-    "engines at a tenth of their speed": (
-        "slow",
-        PLAIN,
-        spoiled(PLAIN, **{"time/generate_times": 10}),
-        False,
-        "for 3 steps",
-    ),
+    "engines at a tenth of their speed": metrics_of("slow", {"time/generate_times": 10}, "for 3 steps"),
 }
 RELATIVE = {
     "more and more cut",
