@@ -1,4 +1,4 @@
-"""One server and one event loop for all tests of the endpoint."""
+"""One server and one event loop for all tests of the endpoint, and a renderer for each file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from contextlib import ExitStack
 import pytest
 
 from skyrl_mega.envs.agent import AgentEndpoint
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.endpoint.requests import EndpointSession
 from skyrl_mega.rollout.endpoint.server import EndpointServer
 from tests.rollout.endpoint.fakes import running_loop
+from tests.support.agents import pieces_chat
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
 @pytest.fixture(scope="package")

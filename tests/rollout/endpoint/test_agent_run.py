@@ -22,14 +22,9 @@ from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
 from tests.rollout.endpoint.user_agents import Asking, ask
-from tests.support.agents import LIMITS, FakeEngine, pieces_chat
+from tests.support.agents import LIMITS, FakeEngine
 
 ASKING = EnvironmentConfig(classes={"asking": "tests.rollout.endpoint.user_agents:Asking"})
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
 def play(engine: FakeEngine, *endings: str, most: int = 8, settings: EnvironmentConfig = ASKING, **limits: Any) -> Any:

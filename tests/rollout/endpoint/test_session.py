@@ -39,11 +39,6 @@ MORE: dict[str, Any] = {"role": "user", "content": "more"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
-
-
 def run(
     chat: Renderer,
     work: Callable[[AgentSession, FakeEngine], Awaitable[Any]],

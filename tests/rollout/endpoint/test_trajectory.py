@@ -28,7 +28,7 @@ from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
-from tests.support.agents import LIMITS, FakeEngine, pieces_chat, routes_of
+from tests.support.agents import LIMITS, FakeEngine, routes_of
 from tests.support.random_agent import RandomAgent, branches
 
 ENVIRONMENT = EnvironmentConfig(classes={"random": "tests.support.random_agent:RandomAgent"})
@@ -102,11 +102,6 @@ def check_routes(t: Trajectory) -> None:
     for start, end in conversations(t):
         assert np.array_equal(column[start : end - 1], routes_of(t.tokens[start : end - 1]))
         assert not column[end - 1].any()
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return pieces_chat(tmp_path_factory.mktemp("chats") / "pieces")
 
 
 def test_training_uses_the_tokens_at_the_engine(chat: Renderer, tmp_path: Path) -> None:
