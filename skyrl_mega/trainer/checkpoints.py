@@ -8,6 +8,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
-        self.folder, self.keep, self.say = folder, keep, say
-        self._printed: set[str] = set()
+        self.folder, self.keep = folder, keep
+        self._say_once = cache(say)
+        """Prints a line, unless the same line was printed before."""
         self._damaged: dict[Path, str] = {}
         """Damage found by ranks while reading checkpoints."""
 
@@ -147,11 +149,6 @@ class Checkpoints:
             else:
                 shutil.rmtree(old)
         return final
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._printed:
-            self._printed.add(text)
-            self.say(text)
 
     def _check_free_space(self) -> None:
         last = self.completed()[-1:]

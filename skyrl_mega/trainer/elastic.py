@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from skyrl_mega.cluster.errors import ClusterError
@@ -99,14 +99,14 @@ class ElasticEngines:
         say: Callable[[str], None],
     ) -> None:
         self.fleet, self.settings, self.inbox, self.spec_at, self.gpus = fleet, settings, inbox, spec_at, gpus
-        self.nodes, self.endpoint_at, self.say = nodes, endpoint_at, say
+        self.nodes, self.endpoint_at = nodes, endpoint_at
         self.labels = labels or {}
         self.first = len(fleet.states)
         """Rank of the first engine that joins."""
         self.by_node: dict[str, NodeEngines] = {}
         """Ray's id of a node with the resource → its engines."""
-        self._quiet: set[str] = set()
-        """Lines printed once."""
+        self._say_once = cache(say)
+        """Prints a line, unless the same line was printed before."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="elastic-engines", daemon=True)
 
@@ -257,11 +257,6 @@ class ElasticEngines:
             }
             for rank, state in enumerate(states)
         ]
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._quiet:
-            self._quiet.add(text)
-            self.say(text)
 
 
 def refuse_private_cluster(settings: ElasticConfig) -> None:
