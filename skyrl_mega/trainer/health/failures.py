@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.envs.registry import BUILT_IN
 from skyrl_mega.telemetry.events import Event
-from skyrl_mega.trainer.health.step_view import escaped
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 KINDS_SHOWN = 3
@@ -137,4 +137,4 @@ def _kind_of(t: Trajectory) -> tuple[str, str]:
 
 def _first(t: Trajectory) -> str:
     error, at = str(t.metadata.get("error")), t.metadata.get("at")
-    return escaped(" ".join(f"{error} (at {at})".split()) if at else error)
+    return printable(" ".join(f"{error} (at {at})".split()) if at else error)

@@ -6,9 +6,10 @@ from collections import Counter
 from statistics import mean, median
 
 from skyrl_mega.batch.signal import rounded_reward
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.envs.sandbox.budget import memory_warning
 from skyrl_mega.trainer.health.failures import failures
-from skyrl_mega.trainer.health.step_view import Finding, StepView, escaped, example, metric_of, quoted
+from skyrl_mega.trainer.health.step_view import Finding, StepView, example, metric_of, quoted
 from skyrl_mega.trajectories.trajectory import Status
 
 MANY_GROUPS = 32
@@ -36,7 +37,7 @@ def close_fails(view: StepView) -> Finding | None:
     if not errors:
         return None
     return Finding(
-        "close_fails", f"{len(errors)} environments could not be closed; the first: {escaped(str(errors[0]))}"
+        "close_fails", f"{len(errors)} environments could not be closed; the first: {printable(str(errors[0]))}"
     )
 
 
@@ -51,7 +52,7 @@ def truth_fails(view: StepView) -> Finding | None:
         "truth_fails",
         f"the reference solutions of {rows} of the step's rows fail when they are run, so that none of their "
         f"{len(wrong)} answers can be right; the first, row {wrong[0].prompt.uid} of data.train: "
-        f"{escaped(str(wrong[0].metadata['gold_error']))}",
+        f"{printable(str(wrong[0].metadata['gold_error']))}",
     )
 
 

@@ -12,6 +12,7 @@ from statistics import median
 
 from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.batch.signal import compared_rewards, rewards_differ
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trajectories.trajectory import Trajectory, policy_texts
 
@@ -156,14 +157,9 @@ class StepView:
         return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
 
 
-def quoted(text: str, longest: int = SHOWN_CHARS) -> str:
+def quoted(text: str) -> str:
     """Returns a text on a single line, quoted and without terminal control characters; of a long text only the end."""
-    return f"'{escaped(text if len(text) <= longest else '…' + text[-longest:])}'"
-
-
-def escaped(text: str) -> str:
-    """Returns a text on a single line, with terminal control characters written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f"'{printable(text if len(text) <= SHOWN_CHARS else '…' + text[-SHOWN_CHARS:])}'"
 
 
 def example(t: Trajectory) -> str:
