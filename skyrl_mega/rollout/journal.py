@@ -89,6 +89,10 @@ class Journal:
         """Drops the recorded turns of the trajectory with this name; called once it is finished."""
         self._recorded.pop(trajectory, None)
 
+    def of(self, trajectory: str) -> list[RecordedTurn]:
+        """Returns the recorded turns of the trajectory with this name."""
+        return [*self._recorded.get(trajectory, {}).values()]
+
     def all(self) -> list[RecordedTurn]:
         """Returns all recorded turns, trajectory by trajectory."""
         return [turn for turns in self._recorded.values() for turn in turns.values()]

@@ -163,7 +163,7 @@ class RolloutService:
         self.loop.changed()
 
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
-        self.player.router.remember([turn for ticket, _ in wanted for turn in ticket.recorded])
+        self.player.router.journal.add([turn for ticket, _ in wanted for turn in ticket.recorded])
         playing = [asyncio.create_task(work) for work in self._work(wanted)]
         try:
             await asyncio.gather(*playing)
@@ -190,7 +190,7 @@ class RolloutService:
         """Runs a whole group by a generator of the user."""
         trajectories = await player.play_group(prompt, ticket.names, start)
         for name in ticket.names:
-            player.router.forget(name)
+            player.router.journal.forget(name)
         self._tell(Done(ticket, Group(prompt, trajectories)))
 
     async def _group(self, ticket: Ticket, prompt: Prompt, starts: Mapping[int, Start]) -> None:
@@ -200,7 +200,7 @@ class RolloutService:
         async def play(sample: int, start: Start) -> None:
             name = ticket.names[sample]
             played[sample] = await cast(Player, self.player).play(prompt, sample, name, start)
-            self.player.router.forget(name)
+            self.player.router.journal.forget(name)
 
         playing = [asyncio.create_task(play(sample, start)) for sample, start in starts.items()]
         try:

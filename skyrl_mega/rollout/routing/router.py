@@ -240,17 +240,9 @@ class Router:
         self.running -= 1
         self._schedule()
 
-    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns in the journal, so that `generate` answers the same requests without an engine."""
-        self.journal.add(recorded)
-
     async def write_turns(self, folder: Path) -> list[RecordedTurn]:
         """Returns the recorded turns of unfinished trajectories. Writes nothing to `folder`, unlike `WorkerClient`."""
         return self.journal.all()
-
-    def forget(self, trajectory: str) -> None:
-        """Drops the recorded turns of the trajectory with this name; called once it is finished."""
-        self.journal.forget(trajectory)
 
     def rejoin(self) -> None:
         """Lets all engines that serve after a weight sync take requests again, restarted and joined engines included,

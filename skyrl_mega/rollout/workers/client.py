@@ -20,7 +20,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.gate import Start
-from skyrl_mega.rollout.journal import RecordedTurn
+from skyrl_mega.rollout.journal import Journal, RecordedTurn
 from skyrl_mega.rollout.workers import crash_isolation
 from skyrl_mega.rollout.workers.crash_isolation import CrashHistory
 from skyrl_mega.rollout.workers.group import Workers
@@ -90,8 +90,8 @@ class WorkerClient:
         """Receives the timeline counts of a worker and a key of its process."""
         self.syncs = 0
         """Weight syncs after which engines accept requests again."""
-        self._recorded: dict[str, list[RecordedTurn]] = {}
-        """Turns recorded by an earlier run, by trajectory."""
+        self.journal = Journal()
+        """Turns recorded by an earlier run; `play` sends a trajectory's turns to the worker for reuse."""
         self._sent: set[asyncio.Task[None]] = set()
         self._keys = count()
         self._sending = False
@@ -130,7 +130,7 @@ class WorkerClient:
         try:
             while True:
                 link = await self._link(history, None if fault else prompt)
-                recorded = [turn for known in names or (name,) for turn in self._recorded.get(known, ())]
+                recorded = [turn for known in names or (name,) for turn in self.journal.of(known)]
                 key, *_ = (next(self._keys) for _ in names or (name,))
                 traced = self.spans() is not None
                 job = TrajectoryJob(key, prompt, sample, name, traced, recorded, fault=fault, names=names)
@@ -186,20 +186,15 @@ class WorkerClient:
             if link.ready:
                 link.actor.rejoin.remote(self.name, self._engines())
 
-    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns by trajectory; `play` sends a trajectory's turns to the worker for reuse."""
-        for turn in recorded:
-            self._recorded.setdefault(turn.trajectory, []).append(turn)
-
     async def write_turns(self, folder: Path) -> list[RecordedTurn]:
         """Has each worker write the turns of its unfinished trajectories to a file in `folder`, and waits up to
-        `WRITE_S` seconds. Returns the turns passed to `remember`, as a worker may not know all of these yet. The turns
-        of a crashed or slow worker are lost.
+        `WRITE_S` seconds. Returns the turns of `journal`, as a worker may not know all of these yet. The turns of a
+        crashed or slow worker are lost.
 
         Raises:
             ActorFailed: A worker could not write the file.
         """
-        before = [turn for recorded in self._recorded.values() for turn in recorded]
+        before = self.journal.all()
         await asyncio.gather(*(self._write_turns(link, folder) for link in self.links.values() if link.ready))
         return before
 
@@ -219,10 +214,6 @@ class WorkerClient:
                 f"{name} did not write its recorded turns within {WRITE_S:g} s; a resumed run generates these "
                 "turns again"
             )
-
-    def forget(self, trajectory: str) -> None:
-        """Drops the turns passed to `remember` for the trajectory with this name; called once it is finished."""
-        self._recorded.pop(trajectory, None)
 
     async def _link(self, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:
         """Waits for a worker that may run this trajectory and returns the connection to the worker. `prompt` is None
