@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from io import StringIO
-from typing import cast
+from typing import Self, cast
 
 from skyrl_mega.common import imports, trials
 from skyrl_mega.common.errors import UserError
@@ -53,6 +53,10 @@ class TrialPlan(StepPlan):
         self.run, self.config, self.empty = cast(Run, _RunProbe()), config, empty
         self.step = Step(number, Console(StringIO()))
         self._order = PartOrder(config, handed_out)
+
+    def __enter__(self) -> Self:
+        """Raises PlanFault: only the run itself enters a plan."""
+        raise PlanFault("the plan is given to `with`, which would end the step twice; call its methods alone")
 
     @property
     def generated(self) -> int:

@@ -248,6 +248,7 @@ class AgentSession:
     async def _context(self, request: ChatRequest | TokenRequest) -> Context:
         if isinstance(request, TokenRequest):
             return await contexts.of_tokens(request, self.tree, self.renderer)
+        # The samples of a prompt often begin with the same messages; later requests hardly repeat.
         return await contexts.of_messages(request, self.tree, self.renderer, cached=not self.requests)
 
     def _room(self, context: Context) -> int:
