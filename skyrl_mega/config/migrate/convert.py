@@ -530,11 +530,18 @@ def context(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
     return ours, "Ulysses: heads over several GPUs"
 
 
-def without_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value as text without the ending `argument`, if it ends so, for the first setting in `here`: this
-    project appends the ending itself."""
-    text = str(value).removesuffix(argument)
-    return {here[0]: text}, f"{argument} is added here" if text != value else ""
+def without_suffix(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Returns the value as text without the suffix `argument` for the first setting in `here`: this project appends the
+    suffix itself. The reason says so; it is empty for a text without the suffix.
+
+    Raises:
+        Dropped: The value is null.
+    """
+    if value is None:
+        raise Dropped("not set there")
+    text = str(value)
+    ours = text.removesuffix(argument)
+    return {here[0]: ours}, f"{argument} is added here" if ours != text else ""
 
 
 def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:

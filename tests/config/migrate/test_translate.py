@@ -229,6 +229,20 @@ def test_reward_functions_and_environments_are_named(tmp_path: Path) -> None:
     assert accepted(skyrl, tmp_path).environment.options == {"maze": {"size": 4}}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected", "why_expected"),
+    [
+        ("http://node:8000/retrieve", "http://node:8000", "/retrieve is added here"),
+        ("http://node:8000", "http://node:8000", ""),
+        ("null", None, "not set there"),
+    ],
+)
+def test_the_url_of_a_search_loses_its_suffix(given: str, expected: str | None, why_expected: str) -> None:
+    key = "environment.skyrl_gym.search.search_url"
+    skyrl = migrated("SkyRL", f"{key}={given}")
+    assert skyrl.settings.get("environment.retriever.url") == expected and why(skyrl, key) == why_expected
+
+
 @pytest.fixture
 def with_rewards(tmp_path: Path) -> Path:
     """Returns a script beside `rewards.py`, whose last line is still to be written."""
