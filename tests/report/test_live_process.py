@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import TelemetryConfig
 from skyrl_mega.report.live import process
-from skyrl_mega.report.live.process import live_page
+from skyrl_mega.report.live.process import bound, live_page
 from skyrl_mega.telemetry.console import Console
 from tests.report.cases import metrics, run_folder
 
@@ -87,7 +88,15 @@ def test_a_busy_port_is_a_note(run: Path, console: Console, monkeypatch: pytest.
         with live_page(TelemetryConfig(page=port), run, console):
             pass
     line = (run / "logs" / "run.log").read_text()
-    assert f"note: no live page: telemetry.page: port {port} of 127.0.0.1: Address already in use; allowed" in line
+    assert f"note: no live page: telemetry.page = {port}: Address already in use on 127.0.0.1; give a free port" in line
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no.such.name.invalid"])
+def test_an_address_of_another_machine_is_refused_by_its_setting(host: str) -> None:
+    with pytest.raises(UserError, match=f"^telemetry.page_host = {host}: this machine has no such address"):
+        bound(host, 0)
+    with pytest.raises(UserError, match=f"^--host {host}: this machine has no such address"):
+        bound(host, 0, keys=("--host", "--serve"))
 
 
 def test_it_ends_with_a_killed_driver(run: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import sys
 from pathlib import Path
 
-from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import run_data
 from skyrl_mega.report.live.access import FILE, token_of
 from skyrl_mega.report.live.process import address, bound
@@ -31,11 +30,7 @@ def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
     """
     run_data.read(folder)
     token = token_of(folder)
-    try:
-        listening = bound(host, port)
-    except UserError as error:
-        raise UserError(error, key="--serve", value=port) from error
-    with listening:
+    with bound(host, port, keys=("--host", "--serve")) as listening:
         yield_to_the_run()
         url = address(host, listening)
         # Other people may read a file or a pipe.

@@ -86,13 +86,20 @@ def _started(host: str, port: int, folder: Path, console: Console) -> subprocess
     return process
 
 
-def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
+def bound(
+    host: str,
+    port: int,
+    patience_s: float = 0.0,
+    *,
+    keys: tuple[str, str] = ("telemetry.page_host", "telemetry.page"),
+) -> socket.socket:
     """Returns a TCP socket bound to an address and listening; the caller closes the socket.
 
     Args:
         host: Address or name of this machine.
         port: Port; 0 takes a free one.
         patience_s: Seconds to wait for a port in use.
+        keys: Names of the user's settings for host and port, for errors.
 
     Raises:
         UserError: The port is still in use after `patience_s`; or, raised without waiting, the address is not of this
@@ -112,9 +119,12 @@ def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
                 raise
             return listening
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                problem, fix = f"this machine has no such address ({error.strerror})", "give 127.0.0.1 or 0.0.0.0"
+                raise UserError(problem, key=keys[0], value=host, fix=fix) from error
             if error.errno != errno.EADDRINUSE or time.monotonic() >= end:
-                problem = f"port {port} of {host}: {error.strerror}; allowed: a free port, and 0 takes any"
-                raise UserError(problem, key="telemetry.page") from error
+                fix = "give a free port from 1024 on, or 0 for any"
+                raise UserError(f"{error.strerror} on {host}", key=keys[1], value=port, fix=fix) from error
             time.sleep(0.2)
 
 
