@@ -17,6 +17,8 @@ COLUMN = "routes"
 """Column of a trajectory and of a batch: [T, M, K], aligned to the input."""
 REPLAY_OFF = "policy.moe.replay=off runs without router replay"
 """Advice in messages about wrong routes."""
+REPLAY_POLICY = "give policy.moe.replay=policy, and report this"
+"""Advice in messages about routes that an engine recorded wrongly."""
 
 
 class WrongRoutes(RuntimeError):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.batch.samples import sampled_by_engine
-from skyrl_mega.models.routes import COLUMN, WrongRoutes
+from skyrl_mega.models.routes import COLUMN, REPLAY_POLICY, WrongRoutes
 from skyrl_mega.trajectories.sequences import Sequences, ragged_arange
 
 PREFIX = "replay_"
@@ -36,7 +36,7 @@ def check_routes(batch: Sequences) -> None:
         raise WrongRoutes(
             f"router replay: sample {sample} of the step has no route at position {at - int(batch.starts[sample])} in "
             f"MoE layer {int((~routed_TM[at]).nonzero()[0])} (of {routed_TM.shape[1]}), though later tokens are "
-            "trained on; give policy.moe.replay=policy, and report this"
+            f"trained on; {REPLAY_POLICY}"
         )
 
 

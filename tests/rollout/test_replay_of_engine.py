@@ -84,7 +84,7 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
         await engine.workers("routes_version", 5)  # simulates a sync without dropping the cached prefixes
         await engine.llm.update_weight_version("5")
         again = Request("stale", trajectories[0].tokens, 4, 0)
-        stale = r"at position 0 are of weight version 0; the request was sampled with \[5\]"
+        stale = r"at position 0 are of weight version 0, but the request was sampled with \[5\]"
         with pytest.raises(WrongRoutes, match=stale):
             await Direct(engine).generate(again)
         return trajectories

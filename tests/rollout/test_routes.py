@@ -182,9 +182,15 @@ def test_planted_faults_of_an_engine_are_refused() -> None:
     for routes, why in (
         (None, "routes of 0 tokens are recorded, but the engine has read 5"),
         (read(tokens[:-1]), "routes of 4 tokens are recorded, but the engine has read 5"),
-        (read([2, 3, 4, 5, 6]), "at position 0 are token 2's, but the request has token 1 there"),
-        (read([1, 2, 4, 3, 5]), "at position 2 are token 4's, but the request has token 3 there"),
-        (stale, r"at position 0 are of weight version 2; the request was sampled with \[3\]"),
+        (
+            read([2, 3, 4, 5, 6]),
+            "at position 0 were recorded for token 2, but the request has token 1 there; give policy",
+        ),
+        (
+            read([1, 2, 4, 3, 5]),
+            "at position 2 were recorded for token 4, but the request has token 3 there; give policy",
+        ),
+        (stale, r"at position 0 are of weight version 2, but the request was sampled with \[3\]"),
         (lost, r"token 3 in layer 2 has experts \[-1, -1\]"),
         (twice, r"token 2 in layer 0 has experts \[3, 3\]"),
         (beyond, r"token 2 in layer 0 has experts \[2, 4\]|token 2 in layer 0 has experts \[3, 4\]"),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from skyrl_mega.engines.vllm.cache_groups import full_attention
-from skyrl_mega.models.routes import RouteShape, WrongRoutes
+from skyrl_mega.models.routes import REPLAY_POLICY, RouteShape, WrongRoutes
 
 ID_SUFFIX = 9
 """Number of characters added by vLLM to a request's name: a hyphen and 8 more."""
@@ -211,20 +211,21 @@ def verified_routes(
     if read is None or len(read.tokens) < len(tokens):
         known = 0 if read is None else len(read.tokens)
         raise WrongRoutes(
-            f"request {name}: routes of {known} tokens are recorded, but the engine has read {len(tokens)}"
+            f"request {name}: routes of {known} tokens are recorded, but the engine has read {len(tokens)}; "
+            f"{REPLAY_POLICY}"
         )
     selected = read.select(slice(first, len(tokens)))
     if (other := selected.tokens != tokens[first:]).any():
         at = int(other.argmax())
         raise WrongRoutes(
-            f"request {name}: the routes at position {first + at} are token {selected.tokens[at]}'s, but "
-            f"the request has token {tokens[first + at]} there"
+            f"request {name}: the routes at position {first + at} were recorded for token {selected.tokens[at]}, but "
+            f"the request has token {tokens[first + at]} there; {REPLAY_POLICY}"
         )
     if versions is not None and (stale := ~np.isin(selected.versions, list(versions))).any():
         at = int(stale.argmax())
         raise WrongRoutes(
-            f"request {name}: the routes at position {first + at} are of weight version {selected.versions[at]}; the "
-            f"request was sampled with {sorted(versions)}"
+            f"request {name}: the routes at position {first + at} are of weight version {selected.versions[at]}, but "
+            f"the request was sampled with {sorted(versions)}; {REPLAY_POLICY}"
         )
     shape.check(selected.routes, len(tokens) - first, f"request {name}, from position {first}")
     return selected.routes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from skyrl_mega.engines.base import Completion
-from skyrl_mega.models.routes import COLUMN, WrongRoutes
+from skyrl_mega.models.routes import COLUMN, REPLAY_POLICY, WrongRoutes
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 
@@ -66,7 +66,10 @@ class TurnRoutes:
 def check_count(request: str, routes: np.ndarray, tokens: int) -> None:
     """Raises WrongRoutes unless the routes returned for a request are the routes of this number of tokens."""
     if len(routes) != tokens:
-        raise WrongRoutes(f"request {request}: the engine returned routes of {len(routes)} tokens instead of {tokens}")
+        raise WrongRoutes(
+            f"request {request}: the engine returned routes of {len(routes)} tokens instead of {tokens}; "
+            f"{REPLAY_POLICY}"
+        )
 
 
 def keep(t: Trajectory, parts: Sequence[np.ndarray | int]) -> None:
