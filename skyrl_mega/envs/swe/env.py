@@ -68,12 +68,11 @@ class SweEnv(BaseTextEnv):
         super().__init__(env_config, extras)
         info = self.extras.get("extra_info") or {}
         name = str(info.get("task"))
-        if self.options["tasks"] is None or not NAME.fullmatch(name):
+        if self.options["tasks"] is None:
+            raise UserError("it is not set; allowed is the folder of the tasks", key="environment.options.swe.tasks")
+        if not NAME.fullmatch(name):
             raise UserError(
-                "the option is not set, or the row's extra_info.task is no name of a folder; allowed: the folder of "
-                "the tasks, and in extra_info.task the name of a folder in it",
-                key="environment.options.swe.tasks",
-                value=f"{self.options['tasks']}, task {name!r}",
+                f"a row's extra_info.task is {name!r}; allowed is the name of a folder in environment.options.swe.tasks"
             )
         try:
             self.names = required_tests(info)
