@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
     args = parser().parse_args(options)
     if not rest or rest[0] not in PROGRAMS:
         raise UserError(
-            f"{'no such program' if rest else 'the program of the run is missing'}; allowed is {', '.join(PROGRAMS)}",
+            f"{'no such program' if rest else 'the name of a program is missing'}; allowed is {', '.join(PROGRAMS)}",
             key="migrate",
             value=rest[0] if rest else "",
             fix="such as: python -m skyrl_mega.config migrate verl run_dapo.sh --out dapo.yaml",

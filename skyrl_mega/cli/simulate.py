@@ -41,10 +41,10 @@ def run(config: Config, args: argparse.Namespace) -> int:
     check_topology(config)
     if on_cpu(config):
         raise UserError(
-            "--simulate knows the rates of GPUs only (cluster.rates)",
+            "--simulate knows the speeds of GPUs only (cluster.rates)",
             key="cluster.device",
             value="cpu",
-            fix="give cluster.device=cuda with the GPUs of cluster.nodes and cluster.gpus_per_node",
+            fix="give cluster.device=cuda; cluster.nodes and cluster.gpus_per_node set the number of GPUs",
         )
     check_playable(config)
     check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes

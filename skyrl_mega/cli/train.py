@@ -173,7 +173,7 @@ def _check_options(args: argparse.Namespace) -> None:
             "give one of them",
             key="--suggest",
             value="--dry-run",
-            fix="--suggest prints the settings for a dry run of each layout",
+            fix="--suggest prints for each layout the settings to give to --dry-run",
         )
     for name in () if args.simulate or args.dry_run else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:

@@ -139,7 +139,7 @@ def _check_pool(config: Config, pool: PoolConfig) -> None:
             "(cluster.pools.engines.gpus_per_node)",
             key="cluster.pools.engines.nodes",
             value=pool.nodes,
-            fix=f"give {needed}, fewer rollout.engines or a smaller rollout.tensor",
+            fix=f"give at least {needed}, fewer rollout.engines or a smaller rollout.tensor",
         )
 
 

@@ -105,7 +105,7 @@ def _listed(steps: Any) -> str:
 
 def _complete_checkpoint(step: Path) -> Path:
     if step.resolve().name.endswith(".partial") or not (step / "state.json").is_file():
-        raise UserError("its save was interrupted", key=step, fix="take another checkpoint")
+        raise UserError("the save of this checkpoint was interrupted", key=step, fix="take another checkpoint")
     return step / "policy"
 
 

@@ -357,5 +357,5 @@ def _weight_map(path: Path) -> dict[str, Any] | None:
         return None
     weight_map = read_json(path / INDEX, FETCH).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError("has no weight_map", key=path / INDEX, fix="fetch it again")
+        raise UserError("has no weight_map", key=path / INDEX, fix="fetch the file again")
     return weight_map

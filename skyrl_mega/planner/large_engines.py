@@ -36,11 +36,11 @@ def without_engine(config: Config, decoder: Decoder) -> UserError | None:
     engines = [text for name, gib in gpus.items() if (text := _smallest(config, decoder, name, gib))]
     would = f"that would: {', or '.join(engines)}" if engines else f"of up to {SEVERAL_NODES[-1]} nodes do not either"
     return UserError(
-        f"no engine inside a node holds the model: the weights take at least {needed / GIB:.1f} GiB of each of {node} "
-        f"GPUs (cluster.gpus_per_node), which have {size / GIB:.1f}",
+        f"no engine inside a node holds the model, whatever rollout.tensor is: the weights take at least "
+        f"{needed / GIB:.1f} GiB of each of {node} GPUs (cluster.gpus_per_node), which have {size / GIB:.1f}",
         key="rollout.tensor",
         value=config.rollout.tensor,
-        fix=f"engines {would}; --dry-run and --suggest plan engines of several nodes, and a run refuses them",
+        fix=f"engines {would}; a run refuses engines of several nodes, only --dry-run and --suggest plan them",
     )
 
 

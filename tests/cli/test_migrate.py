@@ -99,7 +99,7 @@ def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "the program of the run is missing; allowed is verl, skyrl, slime, trl"),
+        ([], "the name of a program is missing; allowed is verl, skyrl, slime, trl"),
         (["nemo", "x.sh"], "migrate = nemo: no such program; allowed is verl"),
         (["verl"], "no setting of verl is given"),
         (["verl", "gone.sh"], "gone.sh: no such file"),

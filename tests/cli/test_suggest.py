@@ -280,7 +280,7 @@ def test_a_model_without_an_engine_in_a_node_has_engines_of_several_nodes(
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 1)
     assert main([*DEEPSEEK, "16"]) == 2
     out = capsys.readouterr().out
-    assert re.search(r"no engine inside a node holds the model: .* 32 GPUs .* on 4 nodes, .* 16 H200s", out), out
+    assert re.search(r"no engine inside a node holds the model, .* 32 GPUs .* on 4 nodes, .* 16 H200s", out), out
     assert out.count("\n") == 1
 
 

@@ -110,7 +110,9 @@ def test_a_model_without_an_engine_in_a_node_names_engines_that_hold_it(model: s
     config, hf = settings(model, ()), known(model)
     here, other = WITHOUT_ENGINE[model]
     decoder = architecture(hf).describe(hf)
-    line = rf"^rollout.tensor = 8: no engine inside a node holds .*; engines that would: {here}, or {other}; --dry-run"
+    line = (
+        rf"^rollout.tensor = 8: no engine inside a node holds .*; engines that would: {here}, or {other}; a run refuses"
+    )
     assert re.match(line, str(problem(config, decoder)))
     least = 2 * elements(decoder) / 8 / GIB
     weights = float(re.search(r"at least ([\d.]+) GiB of each of 8 GPUs", str(problem(config, decoder)))[1])

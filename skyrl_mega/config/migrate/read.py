@@ -65,7 +65,7 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
         try:
             safe_read.check_value(given.value)
         except safe_read.Malformed as error:
-            raise UserError(str(error), key=given.key, fix="give a finite value of usual size") from error
+            raise UserError(str(error), key=given.key, fix="correct the value") from error
     if not reading.settings:
         example = "trainer.nnodes=2" if program in HYDRA else "--num_generations 8"
         raise UserError(

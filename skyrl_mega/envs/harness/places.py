@@ -276,7 +276,11 @@ def place_of(options: Mapping[str, Any], judge: AnswerJudge, extras: Mapping[str
         raise UserError(wrong)
     image = image_of(options, extras)
     if image is None:
-        raise UserError("neither the row's extra_info.image nor this setting names an image", key=f"{KEY}.image")
+        raise UserError(
+            "neither the row's extra_info.image nor this setting names an image",
+            key=f"{KEY}.image",
+            fix="give the name of an image",
+        )
     return ProgramContainer(_container_program(options), _pool(options).place(), image)
 
 

@@ -69,7 +69,7 @@ class SearchEnv(BaseTextEnv):
         retriever: RetrieverConfig = options["retriever"]
         if not (retriever.url or retriever.index):
             raise UserError(
-                "environment.retriever.url is not set: environment search asks a retrieval service",
+                "environment.retriever.url is not set: environment search sends its queries to a retrieval service",
                 fix="give its address, or environment.retriever.index, the folder of an index that "
                 "the run serves itself",
             )

@@ -127,13 +127,15 @@ def _kept(tasks: list[Task], found: Mapping[str, TaskFinding], args: argparse.Na
     print("; ".join(said), file=sys.stderr, flush=True)
     if unchecked and not args.allow_unchecked:
         raise InfrastructureFault(
-            f"{unchecked} of {len(tasks)} tasks could not be checked, and no rows are written; the first: "
+            f"{unchecked} of {len(tasks)} tasks could not be checked, and no rows are written; the first task is "
             f"{_first(found, TaskState.UNCHECKED)}; remove the cause, or leave these tasks out with --allow-unchecked"
         )
     kept = [task for task in tasks if found[task.path.name].state in (TaskState.VALID, TaskState.UNTRIED)]
     if not kept:
         state = TaskState.WRONG if counts[TaskState.WRONG] else TaskState.UNCHECKED
-        raise UserError(f"no task is valid; the first: {_first(found, state)}", key="--validate", value=args.validate)
+        raise UserError(
+            f"no task is valid; the first task is {_first(found, state)}", key="--validate", value=args.validate
+        )
     return kept
 
 

@@ -40,7 +40,7 @@ class ToolChoiceEnv(ToolEnv):
             self.tools = _tools(self.extras)
             self.expected = _calls(self.ground_truth)
         except (Malformed, ValueError) as error:
-            raise UserError(f"a row of tool_choice: {error}") from error
+            raise UserError(f"environment tool_choice cannot use a row: {error}") from error
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:

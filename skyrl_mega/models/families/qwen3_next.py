@@ -93,7 +93,8 @@ def layer_types(hf: Hf) -> list[str]:
     types = hf.get("layer_types") or [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or {*map(str, types)} != {LINEAR, FULL}:
         raise UserError(
-            f"layer_types is {shown(types)}; skyrl_mega supports a list of {layers} with both {LINEAR} and {FULL}",
+            f"layer_types is {shown(types)}; skyrl_mega supports a list of {layers} entries with both {LINEAR} and "
+            f"{FULL}",
             key="config.json",
         )
     return types

@@ -327,7 +327,10 @@ class Renderer:
             before, mark, text = text.partition(MARK)
             if not mark:
                 raise UserError(
-                    "the chat template leaves out what the assistant said before", key="model.path", value=self.path
+                    "the chat template leaves out earlier messages of the assistant",
+                    key="model.path",
+                    value=self.path,
+                    fix="take a model with a chat template that shows all messages",
                 )
             before, _, after = text.partition(end) if end else (text, "", "")
             return text if before.strip() else after  # -

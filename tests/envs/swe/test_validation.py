@@ -61,7 +61,7 @@ def test_a_task_that_cannot_be_checked_is_no_wrong_task(
     assert validate(tmp_path, monkeypatch, {"last": [fault] * 2}) == 1
     said = capsys.readouterr().err
     assert "1 of 2 tasks are valid; 1 could not be checked" in said
-    assert f"fault: 1 of 2 tasks could not be checked, and no rows are written; the first: last: {fault}" in said
+    assert f"fault: 1 of 2 tasks could not be checked, and no rows are written; the first task is last: {fault}" in said
     assert not (tmp_path / "out" / "train.parquet").exists()
     assert validate(tmp_path / "b", monkeypatch, {"last": [fault] * 2}, "--allow-unchecked") == 0
     assert rows(tmp_path / "b") == ["count"]
