@@ -40,10 +40,18 @@ def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
 def clipped_by_covariance(
     covariance_P: Tensor, *, share: float, low: float, high: float, seed: Sequence[int]
 ) -> Tensor:
-    """Returns True for the tokens of Clip-Cov (arXiv:2505.22617, equation 11): bool [P], on the CPU as `covariance_P`.
+    """Returns a bool tensor [P] on the CPU: True for the tokens that Clip-Cov (arXiv:2505.22617, equation 11) leaves
+    out of the gradient.
 
     Draws `share` of all P tokens, rounded down but at least 1, at random from the tokens with a covariance from `low`
     to `high`; all of these if they are fewer, so none if there are none. Equal seeds draw equally.
+
+    Args:
+        covariance_P: Covariance of each token, on the CPU.
+        share: Share of the tokens to draw.
+        low: Lower limit of the covariance, inclusive.
+        high: Upper limit of the covariance, inclusive.
+        seed: Seed of the draw.
     """
     candidates = ((covariance_P >= low) & (covariance_P <= high)).nonzero()[:, 0]
     count = min(max(int(share * len(covariance_P)), 1), len(candidates))

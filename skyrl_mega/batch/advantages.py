@@ -122,8 +122,8 @@ def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfi
     """Returns True if a mini-batch may have a gradient other than 0. If False, an optimizer step would move the weights
     only by Adam's moments and weight decay.
 
-    Without samples the result is False. A load-balancing loss of a router, an entropy bonus, a KL term and some losses
-    give a gradient even to tokens with advantage 0: True with any token in the loss.
+    Without samples the result is False. With a load-balancing loss of a router, an entropy bonus, a KL term, or a loss
+    that gives a gradient to tokens with advantage 0, any token in the loss makes the result True.
 
     Args:
         counts_S: Number of tokens in the loss of each sample of the mini-batch, over all ranks.

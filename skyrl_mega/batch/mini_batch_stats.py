@@ -36,8 +36,8 @@ def token_selections(
 
 
 def mean_importance_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
-    """Returns the mean of a mini-batch's importance weights, the divisor of each; 1 without `importance_normalize`, and
-    if all weights are 0.
+    """Returns the mean of the importance weights over a mini-batch's tokens in the loss, by which each importance
+    weight is divided. Returns 1 without `importance_normalize`, and if all importance weights are 0.
 
     Args:
         mini: A mini-batch with the columns `weights`, `old_logprobs` and `rollout_logprobs`.

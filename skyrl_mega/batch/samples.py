@@ -73,8 +73,8 @@ class Samples:
         return Samples([self.parts[row] for row in rows.tolist()], self.counts[rows], columns, self.drawn, self.bare)
 
     def with_weights_only(self) -> Samples:
-        """Returns the same samples with the column `weights` alone and without the trajectories' own columns, for a
-        critic or a reference. Raises KeyError without `weights`."""
+        """Returns the same samples, with tokens, for a critic or a reference: of the columns, only `weights` is kept.
+        Raises KeyError without `weights`."""
         return Samples(self.parts, self.counts, {"weights": self.columns["weights"]}, bare=True)
 
 

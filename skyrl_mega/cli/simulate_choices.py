@@ -108,9 +108,11 @@ def modes(
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | Refused:
-    """Returns the settings with a mode in a split, or `Refused` with the reason if they are invalid or do not fit.
+    """Returns the settings with this mode and division of the GPUs. If these settings are invalid or do not fit into
+    the GPUs' memory, returns `Refused` with the reason.
 
-    If the mode needs an off-policy correction, adds the first valid correction of `CORRECTIONS`.
+    If the mode needs an off-policy correction, adds the first valid correction of `CORRECTIONS`. If none is valid, the
+    reason is the error of the first.
 
     Args:
         config: The given settings.

@@ -294,8 +294,8 @@ class Fleet(SupervisedGroup):
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes a running actor out of service, ends its processes and starts a replacement in the background, without
-        waiting; prints this. Does nothing if the actor does not run. An actor that joined during the run leaves instead
-        (`leave`) if it never served, or the joined actors' budget is used up.
+        waiting; prints the failure. Does nothing if the actor does not run. An actor that joined during the run leaves
+        instead (`leave`) if it never served, or the joined actors' budget is used up.
 
         Args:
             rank: The actor's rank.

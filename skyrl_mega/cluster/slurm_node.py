@@ -130,7 +130,7 @@ class Allocation:
         )
 
     def say(self, text: str) -> None:
-        """Prints a line of the job's output, with the seconds since this part began."""
+        """Prints a line to the job's output, after the seconds since this node's process began."""
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def names(self, state: str) -> list[str]:

@@ -42,7 +42,7 @@ MOST_THREADS = 256
 
 
 class SupervisedGroup:
-    """Interchangeable actors, by rank. All of them must be running when the group is created.
+    """Interchangeable actors, each with a rank. All of them must be running when the group is created.
 
     Args:
         group: The actors.
@@ -102,7 +102,8 @@ class SupervisedGroup:
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes a running actor out of service, ends its processes and starts a replacement in the background; prints
-        this. Gives the rank up if the restart budget is used up. Does nothing if the rank is not UP.
+        the failure. Without a restart left, gives the rank up: the processes end, and nothing is started. Does nothing
+        if the rank is not UP.
 
         Args:
             rank: The actor's rank.

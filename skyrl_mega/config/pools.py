@@ -34,8 +34,8 @@ def total_nodes(config: Config) -> int:
 
 
 def labelled_nodes(config: Config) -> tuple[str, str, int] | None:
-    """Returns key and value of the label of the pool's nodes, and their number; None without a pool. The other nodes of
-    `total_nodes` have another label or none."""
+    """Returns the key and the value of the label of the nodes in the engines' pool, and the number of these nodes; None
+    without a pool. All other nodes of `total_nodes` have another label or none."""
     pool = config.cluster.pools.engines
     return None if pool is None else (*label_of(pool), pool.nodes)
 

@@ -81,8 +81,8 @@ def _mark_plain(value: Any, text: Any) -> Any:
 
 
 def restore_text(value: Any, rule: Rule | None) -> Any:
-    """Returns a value of `VerbatimFiles`, nested values included, as text if the setting is text, else as read by YAML.
-    Values without a mark stay.
+    """Returns a value of `VerbatimFiles` with all marked text replaced, also in nested values: by the text as written
+    if the setting is text, else by YAML's value. Values without a mark stay unchanged.
 
     Args:
         value: A value of a file, or of an argument (without marks).

@@ -44,8 +44,8 @@ class BaseTextEnvStepOutput(TypedDict):
 class BaseTextEnv:
     """A conversation with a policy: created for one trajectory, stepped once per turn, closed at the end.
 
-    A subclass overrides `step`. The class is constructed as `cls(env_config=…, extras=…)`, in a process without GPUs.
-    `step` may block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
+    A subclass overrides `step`. An instance is made as `cls(env_config=…, extras=…)`, in a process without GPUs. `step`
+    may block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
     """
 
     blocking: ClassVar[bool] = True

@@ -10,7 +10,8 @@ from skyrl_mega.envs.base import Message
 def row(
     *, data_source: str, prompt: list[Message], env_class: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns a row of data: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`.
+    """Returns a row of data: `data_source`, `prompt`, `env_class`, `reward_spec` with the method `rule`, and
+    `extra_info`.
 
     Args:
         data_source: Name of the data set, for metrics.

@@ -28,8 +28,8 @@ def first_tag(text: str, *names: str) -> Tag | None:
 
 
 def all_tags(text: str, name: str) -> Iterator[Tag]:
-    """Yields the closed pairs of tags `name` in a text, in order; pairs do not nest, and an unclosed tag ends the
-    search."""
+    """Yields the tags `<name>…</name>` of a text, in order. A tag ends at the first `</name>`; a tag that is not closed
+    ends the search."""
     opening, closing, at = f"<{name}>", f"</{name}>", 0
     while (start := text.find(opening, at)) >= 0:
         inner = start + len(opening)

@@ -289,7 +289,7 @@ class MessageAgent(Agent):
 
 @dataclass(frozen=True)
 class EndpointSource:
-    """Source of players for an endpoint."""
+    """Source of agents that play trajectories against an endpoint."""
 
     endpoint: Endpoint
     config: Config

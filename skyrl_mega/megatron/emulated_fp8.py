@@ -90,10 +90,10 @@ class EmulatedFp8:
 
 
 class Linear:
-    """The products of a linear layer, replacing megatron-core's `_forward_impl`.
+    """The matrix products of a linear layer with emulated FP8, in place of megatron-core's `_forward_impl`.
 
     Args:
-        recipe: `policy.precision.recipe`, other than `model`.
+        recipe: `policy.precision.recipe`; not `model`, which has no FP8.
     """
 
     weight: Tensor

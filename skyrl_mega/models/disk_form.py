@@ -37,11 +37,11 @@ class DiskForm(NamedTuple):
         return values.permute(self.axes).reshape(self.shape(tuple(values.shape))).contiguous()
 
     def from_disk(self, values: Tensor, shape: Shape) -> Tensor:
-        """Returns rows on disk as a view in the global tensor's order.
+        """Returns rows read from disk as a view with the axes of the global (unsharded) tensor.
 
         Args:
-            values: The rows, a contiguous tensor.
-            shape: Global shape of these rows.
+            values: The rows, a contiguous tensor in the order on disk.
+            shape: Shape of these rows, with the axes of the global tensor.
 
         Raises:
             RuntimeError: `shape` has another number of elements than `values`.

@@ -32,7 +32,7 @@ class ParallelDims:
     """The sizes of all parallel dimensions over `ranks` processes. `key` is the setting to name in errors.
 
     Raises:
-        UserError: The sizes do not divide the ranks; there are virtual stages, or layers of the first or last stage,
+        UserError: The sizes do not divide the ranks; virtual stages, or layers of the first or last stage, are given
             without pipeline stages; or these layers are no multiple of the virtual stages.
     """
 

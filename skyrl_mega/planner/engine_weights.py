@@ -158,12 +158,13 @@ def state_bytes(config: Config, decoder: Decoder) -> int:
 
 
 def sequence_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes of a sequence in the cache of an engine worker that do not grow with its length: states, and
-    keys and values of sliding windows.
+    """Returns the bytes of a sequence in the cache of an engine worker without the part that grows with the length: the
+    states of convolutions and recurrent layers, and the keys and values of sliding windows.
 
-    With prefix caching vLLM keeps two states of a running sequence: the present one, and the one at the end of the last
-    full block, from which a later request with the same prefix continues. A further state for each draft token allows
-    the engine to go back to the last accepted token.
+    Without prefix caching vLLM keeps a single state of a running sequence. With prefix caching vLLM keeps two states:
+    the present state, and the state at the end of the last full block, from which a later request with the same prefix
+    continues. In both cases a further state for each draft token allows the engine to go back to the last accepted
+    token.
     """
     return states(config) * state_bytes(config, decoder) + window_bytes(config, decoder)
 

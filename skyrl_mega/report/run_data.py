@@ -134,7 +134,7 @@ class RunData:
 
     @property
     def fault(self) -> RunFault | None:
-        """Last fault of the run; None for a run without a fault."""
+        """Last fault of the run; None for a run without a fault. Made from events."""
         faults = [i for i, event in enumerate(self.events) if event.kind == "fault"]
         if not faults:
             return None
@@ -224,7 +224,8 @@ def _is_back(actor: Any, later: Sequence[EventLine]) -> bool:
 
 
 def local_time(event: EventLine) -> str:
-    """Returns the event's local time, such as `2026-01-31 18:05:09`."""
+    """Returns the event's time in the time zone of this machine, such as `2026-01-31 18:05:09`; `unknown time` if the
+    time is out of range."""
     return story.local_time(event.time)
 
 

@@ -22,8 +22,8 @@ class DenseBuilder:
 
     Args:
         dimension: Length of a vector.
-        factory: FAISS's description of an index: `Flat` is exact; `HNSW32` and `IVF4096,SQ8` trade recall for time and
-            memory.
+        factory: FAISS's description of an index: `Flat` is exact; `HNSW32` and `IVF4096,SQ8` find fewer of the best
+            passages, but need less time or memory.
 
     Raises:
         UserError: FAISS does not know this index.
@@ -41,7 +41,8 @@ class DenseBuilder:
         self._held: list[Vectors] = []
 
     def add(self, vectors: Vectors) -> None:
-        """Adds the next vectors [N, dimension]. An index that needs training is trained once `TRAIN_VECTORS` arrived.
+        """Adds the next vectors [N, dimension]. An index that needs training keeps the vectors until `TRAIN_VECTORS`
+        have arrived, or until `save`, and then trains on these.
 
         Raises:
             UserError: Training failed.

@@ -96,7 +96,7 @@ class RetrieverProcess:
         index: Index folder.
         options: Further arguments of `serve`.
         log: Log file; while the service is ready, a `.json` file of the same name holds its address.
-        token_variable: Environment variable with the token, if any.
+        token_variable: Name of the environment variable with the token, if any.
         say: Receives a line after each restart.
         host: Address to bind.
     """
@@ -118,8 +118,10 @@ class RetrieverProcess:
         self._watch = threading.Thread(target=self._keep, name="retriever", daemon=True)
 
     def start(self) -> str:
-        """Starts the service, waits until it is ready and returns its URL. From then on a thread restarts it after a
-        crash, at most `RESTARTS` times. `stop` must follow, also after an error.
+        """Starts the service, waits until the service is ready, and returns its URL. Call `stop` at the end, also after
+        an error here.
+
+        A thread restarts the service after a crash, at most `RESTARTS` times in all.
 
         Raises:
             UserError: The service ended, or was not ready within 600 s.

@@ -118,8 +118,8 @@ class EngineRequest:
 
 @dataclass
 class Inbox:
-    """The driver's end of the requests. Refuses the requests that it finds: they were meant for an earlier run in this
-    folder.
+    """The driver's end of the requests. Construction refuses all requests in the folder: these were meant for an
+    earlier run.
 
     Args:
         folder: The run's folder.

@@ -35,10 +35,10 @@ def ending_signal(error: BaseException) -> str:
 
 
 class ShutdownRequest:
-    """The request to end the run, if any.
+    """The request to end the run, if there is a request.
 
     Args:
-        asked: Returns the present request; by default the supervisor's.
+        asked: Function that returns the present request; by default the supervisor's.
     """
 
     def __init__(self, asked: Callable[[], StopRequest] = channel.asked) -> None:

@@ -84,8 +84,8 @@ def decoding_speed(
 
 
 def response_tokens(trajectories: Sequence[Trajectory]) -> tuple[float, float]:
-    """Returns the number of the policy's tokens, and the sum over these tokens of the number of earlier tokens in their
-    conversation, which attention reads."""
+    """Returns the number of the policy's tokens, and a measure of the work of attention: the sum, over these tokens, of
+    the number of earlier tokens in the same conversation."""
     written, attended = 0, 0.0
     for t in trajectories:
         prompt_start = 0

@@ -396,8 +396,9 @@ def reach_servers(setup: Setup, group: ActorGroup, servers: Sequence[ExternalSpe
     returns their facts in the order of `servers`; [] without servers.
 
     Raises:
-        UserError: A server does not fit the run.
-        ActorFailed, ActorTimeout: A server did not answer within `setup.timeout_s`.
+        UserError: A server does not fit the run's settings, such as its vocabulary or context length.
+        ActorFailed: A server failed or refused.
+        ActorTimeout: A server did not answer within `setup.timeout_s`.
     """
     if not servers:
         return []

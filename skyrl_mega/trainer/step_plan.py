@@ -181,7 +181,8 @@ class StepPlan:
 
 
 class PartOrder:
-    """The parts called so far in a step, and the rules of their order.
+    """The functions of a step (`generate`, `train`, `sync`, …) called so far, and the rules of their order. A method of
+    this class only checks and notes the call of the function with its name.
 
     Args:
         config: The settings.

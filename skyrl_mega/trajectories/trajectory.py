@@ -66,7 +66,8 @@ class Status(str, Enum):
         return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
 
     def filtered(self, by: str) -> bool:
-        """Returns True if the overlong filter, once on, excludes a trajectory with this status from the loss.
+        """Returns True if a trajectory with this status is excluded from the loss when the filter of overlong
+        (truncated) trajectories is switched on (`algorithm.overlong`).
 
         Args:
             by: The setting `algorithm.overlong.filter_by`. `budgets` excludes all truncated trajectories; any other
@@ -121,15 +122,16 @@ class TrajectoryStep:
 
 @dataclass
 class Trajectory:
-    """A sample of a prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position. The
-    three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy reads them without a copy.
+    """A sampled conversation that begins with a prompt. `tokens`, `mask` and `logprobs` have the same length T and are
+    aligned by position. The three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy
+    reads them without a copy.
 
     If an environment rewrites the conversation (`rollout.step_wise`), the new conversation follows the old one as a
     further `prompt` step. The context of a response reaches from the start of the last prompt to the response. The
     conversations of an agent (`envs.agent`) follow one another in the same way; the prompt of a branch contains replies
     of the policy, trained on in an earlier conversation.
 
-    The repr leaves out `ARRAYS`: `asyncio.run` writes the repr of the result, and must not fetch remote arrays.
+    The repr leaves out `ARRAYS`, because `asyncio.run` writes the repr of a result and would fetch remote arrays.
     """
 
     prompt: Prompt
@@ -229,7 +231,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The samples of a prompt, compared with each other by advantages.
+    """The trajectories of a prompt, compared with each other by advantages.
 
     A prompt sampled twice in a step (across the end of an epoch) has two groups.
     """

@@ -45,7 +45,8 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns `value` as the policy's schedule, with a decay until the end of the run; ignores `here`.
+    """Returns the learning-rate schedule `value` for the policy, with a decay over all optimizer steps of the run;
+    ignores `here`.
 
     Raises:
         Dropped: The length of the run is unknown.

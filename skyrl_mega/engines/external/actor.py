@@ -384,7 +384,7 @@ class ExternalEngine:
         return Drafts()
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
-        """Returns []: the server's memory and steps are not the run's."""
+        """Returns []: the memory and the steps of an external server are not measured by the run."""
         return []
 
     async def record_spans(self, on: bool) -> list[Span]:

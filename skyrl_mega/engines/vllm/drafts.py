@@ -199,11 +199,12 @@ class AdaptiveScheduler(CountingScheduler):
 
 
 class Suppressor:
-    """The worker's part: proposes nothing in a step marked with `SUPPRESSED`, and counts steps.
+    """The part of `ADAPTIVE` in an engine worker: proposes no drafts in a step marked with `SUPPRESSED`, and counts
+    steps.
 
     Args:
-        runner: vLLM's model runner. Its drafter is left out only if it has no weights: a draft model must read every
-            token.
+        runner: vLLM's model runner. Its drafter is skipped only if the drafter has no weights: a draft model must read
+            every token.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -157,8 +157,10 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
-        """Ends an update: installs the layers that received only a part of their weights and may keep the rest, and
-        computes derived tensors. Adds its seconds to `report`, so `receive_weights` must be called before.
+        """Ends an update: completes the layers that received only a part of their weights, and computes derived
+        tensors. In such a layer the other weights keep their values, if the layer allows this.
+
+        Adds its seconds to `report`. Call after `receive_weights`.
 
         Raises:
             RuntimeError: A layer needs all of its weights and did not receive all; names the missing parameters.

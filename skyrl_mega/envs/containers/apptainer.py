@@ -122,12 +122,14 @@ class Apptainer:
         sif.make_available(image, sif.path_of(image, self.options["folder"]), pull, timeout_s)
 
     def start(self, image: str, timeout_s: float) -> ApptainerContainer:
-        """Starts an instance of an available image, and returns it once commands can run. Removes an instance that
-        fails.
+        """Starts an instance of an image, and returns the instance once commands can run in it. An instance that fails
+        is removed.
+
+        The first call also starts the reaper, a process that removes this process's instances after its end.
 
         Raises:
-            UserError: The image is not a .sif file and no `folder` is given.
-            InfrastructureFault: The instance, or the reaper of instances, does not start in `timeout_s` seconds.
+            UserError: The image is not a .sif file, and the option `folder` is not set.
+            InfrastructureFault: The instance does not start within `timeout_s` seconds, or the reaper does not start.
         """
         deadline = time.monotonic() + timeout_s
         names = f"{owner.PREFIX}-{owner.owner()}-"

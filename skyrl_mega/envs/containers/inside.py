@@ -156,7 +156,7 @@ class BrokenReply(Exception):
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A program to run in a container, as words for the container's side.
+    """A program to run in a container, and the words of the command that runs the program there.
 
     Args:
         argv: Program and arguments.
@@ -165,9 +165,9 @@ class RemoteCall:
         size: Size of standard input in bytes.
         place: Working folder; None for the image's own.
         variables: Further environment variables.
-        spared: Processes that survive, as printed by `FIRST`; empty for process 1 only.
-        text: True to transfer standard input and the outputs as base64, input in files `part_path`; False for bytes, by
-            `packed`.
+        spared: Processes that are not killed at the end of the call, as printed by `FIRST`; "" kills all but process 1.
+        text: True to transfer standard input and the outputs as base64 text, standard input in files (`part_path`).
+            False to transfer bytes (`packed`).
     """
 
     argv: Sequence[str]

@@ -40,14 +40,14 @@ def is_dead(name: str) -> bool:
 
 
 def guard(listing: Sequence[str], removal: Sequence[str], starting: str = "") -> bool:
-    """Starts a reaper for the containers of this process and returns True; returns False if a reaper with the same
-    listing runs.
+    """Starts a reaper and returns True. The reaper is a process that removes the containers of this process after this
+    process has ended. Returns False if a reaper of this process with the same listing runs.
 
     Args:
-        listing: Command that prints the names of this process' containers, a name per line.
+        listing: Command that prints the names of this process's containers, a name per line.
         removal: Command that removes the containers named in further arguments.
-        starting: Argument of every client of this process that starts a container, and of no other program. The reaper
-            waits for such clients.
+        starting: Argument by which the reaper knows the clients of this process that start containers; no other program
+            may have it. The reaper waits for these clients first. "" waits for none.
 
     Raises:
         InfrastructureFault: The reaper cannot be started.

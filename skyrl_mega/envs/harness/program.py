@@ -119,8 +119,9 @@ def values_of(variables: Mapping[str, str | None], key: str) -> dict[str, str]:
 
 
 def check_box(box: Sandbox, key: str) -> None:
-    """Checks that this machine can confine an agent's program, by trials: in the ways of `Sandbox.check`, and the
-    network to the endpoint, unless the sandbox is to work without this confinement. Checks nothing for plain processes.
+    """Checks by trials that this machine can confine an agent's program in the ways of `Sandbox.check`, and can limit
+    the program's network to the endpoint. The network is not checked if the sandbox is set to work without this limit.
+    Does nothing for a program outside of a sandbox.
 
     Args:
         box: Sandbox of the program.

@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, str], ...] = (
 
 
 def same(gold: str, answer: str) -> bool:
-    """Returns True if the normal forms (`normal`) of the gold answer and of the answer are the same text."""
+    """Returns True if the right answer `gold` and the answer have the same normal form (`normal`)."""
     return normal(gold) == normal(answer)
 
 

@@ -44,7 +44,7 @@ class ContainerSession:
         task: Folder of the task.
         options: Options of the session, checked and complete.
         place: Starts and removes the container.
-        tracked: True for a session whose changes are read: the policy's.
+        tracked: True for the policy's session, whose changes are read.
     """
 
     def __init__(self, task: Path, options: Mapping[str, Any], place: ContainerPlace, *, tracked: bool = True) -> None:
@@ -217,8 +217,11 @@ class ContainerSession:
             files.write(self.container, self.task.folder, files_, float(self.options["start_timeout_s"]))
 
     def close(self, timeout_s: float) -> None:
-        """Removes the container; may be called again, and before `open`. The pool limits the wait, not `timeout_s`: a
-        slow or failed removal goes on in the background and raises nothing."""
+        """Removes the container. Further calls, and a call before `open`, do nothing.
+
+        The wait is limited by the pool; `timeout_s` is ignored. A slow removal continues in the background, a failed
+        removal is tried again there; neither raises an error.
+        """
         container, self._container = self._container, None
         if container is not None:
             self._place.remove(container)

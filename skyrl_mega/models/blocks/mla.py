@@ -271,8 +271,8 @@ class LatentAttention(Block):
         return Messages(tensor=(gathered + self.hidden) / 2, context=exchanged(self.heads * width, parallel))
 
     def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
-        """Returns the bytes per token for this block of one layer in the KV cache of an engine worker: the latent
-        vector and the shared key, which every worker caches whole, whatever `tensor` is."""
+        """Returns the bytes of a token in the KV cache of an engine worker, for a single layer: the latent vector and
+        the shared key. Every worker caches both whole, so the result does not depend on `tensor`."""
         return (self.latent + self.rotary) * itemsize
 
     def engine_width(self, cut: EngineCut) -> float:

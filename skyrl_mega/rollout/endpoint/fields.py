@@ -115,7 +115,7 @@ def assistant(content: str, calls: list[dict[str, Any]], reasoning: str = "") ->
 
 def in_order_of_calls(messages: list[Message]) -> list[Message]:
     """Returns the messages with the results of parallel calls in the order of the calls. Agents send the results in any
-    order, and chat templates show no call's id."""
+    order, and chat templates do not show the ids of calls. Results of unknown calls follow."""
     ordered: list[Message] = []
     places: dict[Any, int] = {}
     results: list[Message] = []

@@ -146,8 +146,8 @@ class EndpointServer:
 
 
 def key_hash(key: str) -> bytes:
-    """Returns the SHA-256 of a key, its name in the table of doors: comparing hashes takes the same time for every
-    wrong key."""
+    """Returns the SHA-256 of a key, under which the server keeps the key's door. The time of a comparison of hashes
+    tells nothing about the right key."""
     return hashlib.sha256(key.encode()).digest()
 
 

@@ -60,8 +60,9 @@ class Branch:
     Args:
         service: The group's service.
         name: Name of the trajectory whose engine and random streams the branch uses.
-        opened: The trajectory, as read and written so far.
-        path: Derivations other than the first of a branch, from the root; part of the requests' names.
+        opened: The trajectory so far, with its environment.
+        path: Distinguishes the branch, in the names of requests, from other branches of the same name; "" for the
+            first.
     """
 
     def __init__(self, service: GroupState, name: str, opened: Opened, path: str = "") -> None:

@@ -36,7 +36,7 @@ MARGIN_S = 30.0
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request and the future of the answer."""
+    """A request that waits for an engine, with the `asyncio.Future` of its answer."""
 
     request: Request
     answer: asyncio.Future[Completion]
@@ -50,7 +50,7 @@ class QueuedRequest:
 
     @property
     def tokens(self) -> int:
-        """Largest possible length of the sequence: the given tokens plus `max_tokens`."""
+        """Upper limit of the sequence's length: the number of given tokens plus `max_tokens`."""
         return len(self.request.tokens) + self.request.max_tokens
 
 

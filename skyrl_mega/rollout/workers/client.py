@@ -54,8 +54,8 @@ END_S = 60.0
 
 
 class WorkerClient:
-    """A client that runs trajectories on the rollout workers. Lives in a single event loop, and also serves as the
-    router of the trajectories' requests.
+    """A client that runs trajectories on the rollout workers, in a session at every worker. Lives in a single event
+    loop, and also serves as the router of the trajectories' requests.
 
     A trajectory goes to the worker with the fewest trajectories. After a worker crash the trajectories are retried on
     other workers, from the prompts and under the same names. A trajectory that keeps crashing workers fails

@@ -58,10 +58,11 @@ class SentSteps:
             raise
 
     def skipped_text(self, resumed_step: int | None) -> str:
-        """Returns the end of a line for the user about the steps to be repeated and skipped; empty if there are none.
+        """Returns the last part of a line for the user: the steps that the run repeats now, and that are not sent
+        again. Empty if no such steps exist.
 
         Args:
-            resumed_step: Last step of the checkpoint; None for a run from the beginning.
+            resumed_step: Last step of the checkpoint; None for a run from the beginning, which repeats all steps sent.
         """
         first, last = (resumed_step or 0) + 1, self._last
         return f"; steps {first} to {last} are repeated now, and not written there again" if first <= last else ""

@@ -116,8 +116,8 @@ def everything_clipped(view: StepView) -> Finding | None:
 
 
 def slow(view: StepView) -> Finding | None:
-    """Returns a finding if engines generated below `SLOW` times the usual tokens per second (`StepView.usual`) in each
-    of the last three steps; else None, also while the usual speed is unknown."""
+    """Returns a finding if engines generated less than `SLOW` times the usual tokens per second (`StepView.usual`) in
+    each of the last three steps. Otherwise returns None, also while the usual speed is unknown."""
     usual, now = view.usual(SPEED), view.last(SPEED, NEAR_STEPS)
     if not usual or len(now) < NEAR_STEPS or max(now) >= SLOW * usual or view.metric(SPEED) is None:
         return None

@@ -39,7 +39,7 @@ class Incomplete(RuntimeError):
 
 @dataclass(frozen=True)
 class Overlap:
-    """The common part of a chunk and a box of the shard."""
+    """The common part of a chunk of the store and a box (a block of a tensor) of this worker's shard."""
 
     region: NDArray[Any]
     """Words of the image for the whole box of the shard, in the box's shape."""
@@ -51,7 +51,7 @@ class Overlap:
     """True if the box of the shard contains the whole chunk."""
 
     def crc(self) -> int:
-        """Returns the CRC-32 of the common part's bytes."""
+        """Returns the CRC-32 of the common part's bytes in this worker's image."""
         return zlib.crc32(np.ascontiguousarray(self.region[self.here]).data)
 
 

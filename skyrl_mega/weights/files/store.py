@@ -179,9 +179,13 @@ class FsspecStore(Store):
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Yields a file to upload as an object. After an error in the block, removes the object with the part uploaded
-        until then. Raises StoreError if the store failed, and for any error of the block but UserError and
-        MemoryError."""
+        """Yields a file to write; its content is uploaded as an object. After an error in the block, removes the partly
+        uploaded object.
+
+        Raises:
+            StoreError: The store failed, or the block raised an Exception other than UserError, MemoryError and
+                StoreError.
+        """
         place = self._place(key)
         try:
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)

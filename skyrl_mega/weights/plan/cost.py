@@ -32,8 +32,11 @@ COMPILE_S = 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes that an execution of a plan moves, by link and by rank, and the predicted seconds. A first receiver
-    forwards to every other receiver itself."""
+    """The bytes that an execution of a plan moves, by link and by rank, and the predicted seconds.
+
+    A value for several devices of a node crosses the network to the first of these devices, which forwards the value to
+    the others.
+    """
 
     topology: Topology
     nic_out: Ints
@@ -55,12 +58,12 @@ class Cost:
 
     @property
     def node_out(self) -> Ints:
-        """Bytes sent to other nodes, [nodes]."""
+        """Bytes that each node sends to other nodes, [nodes]."""
         return self.nic_out.reshape(self.topology.nodes, -1).sum(1)
 
     @property
     def node_in(self) -> Ints:
-        """Bytes received from other nodes, [nodes]."""
+        """Bytes that each node receives from other nodes, [nodes]."""
         return self.nic_in.reshape(self.topology.nodes, -1).sum(1)
 
     @cached_property

@@ -141,7 +141,7 @@ class Topology:
         return self.nodes * self.nics_per_node
 
     def by_node(self, name: str) -> NDArray[np.float64]:
-        """Returns the value of the field `name` of `Links` for each node, [nodes]."""
+        """Returns the value of the field `name` of each node's `Links`, [nodes]."""
         values = np.full(self.nodes, getattr(self.links, name), np.float64)
         if self.pool is not None:
             values[self.pool.first_node :] = getattr(self.pool.links, name)

@@ -84,7 +84,11 @@ class Message:
 
 @dataclass
 class Transport:
-    """A joined group. `rank` counts all processes, device peers included; `names[rank]` is a user-facing name."""
+    """A process's membership in a group that exchanges weights.
+
+    `rank` and `size` count all processes: the members of the process group, and the device peers, which exchange data
+    through another process on the same device. `names[rank]` is a process's name for the user.
+    """
 
     group: Any
     """The process group; None for a device peer, and after closing."""

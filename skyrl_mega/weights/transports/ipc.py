@@ -107,7 +107,7 @@ class PeerChannel:
 
 
 class ToPeer(PeerChannel):
-    """The owner's end of a connection. Construction shares `buffers`, used by all runs, with the peer."""
+    """The owner's connection to a device peer. Construction shares `buffers`, used by all runs, with the peer."""
 
     def __init__(
         self, connection: socket.socket, transport: Transport, peer: int, buffers: SharedBuffers, deadline: Deadline
@@ -152,7 +152,7 @@ class ToPeer(PeerChannel):
 
 
 class ToOwner(PeerChannel):
-    """The peer's end of a connection."""
+    """The connection of a device peer to the owner of its device."""
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
         super().__init__(connection, transport, peer)
