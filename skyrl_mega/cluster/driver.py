@@ -36,7 +36,7 @@ def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> No
     from skyrl_mega.cluster import channel, reaper, user
 
     user.set_user_variables()
-    shared_memory, existing_shm, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
+    shared_memory, existing_shm, supervisor = channel.Channel(), reaper.shared_memory_inodes(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()
     if driver:

@@ -54,9 +54,11 @@ def members(group: int) -> list[int]:
     return processes(belongs)
 
 
-def numbers() -> set[int]:
-    """Returns the inode numbers of all files in /dev/shm; empty without /dev/shm. Files that exist before a command
-    starts belong to other programs and must not be deleted."""
+def shared_memory_inodes() -> set[int]:
+    """Returns the inode numbers of all files in /dev/shm; an empty set if there is no /dev/shm.
+
+    A caller notes the numbers before starting a command: these files belong to other programs and must not be deleted.
+    """
     try:
         with os.scandir(SHARED) as entries:
             return {entry.inode() for entry in entries}
@@ -65,9 +67,9 @@ def numbers() -> set[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Returns the paths of the files in /dev/shm mapped by the processes with these ids.
+    """Returns the paths of the files in /dev/shm that are mapped by the processes with these ids.
 
-    Files are matched by inode number, because a semaphore is mapped before receiving a name.
+    Files are compared by inode number, because a program maps a new semaphore before the file gets its final name.
     """
     if not os.path.isdir(SHARED):
         return set()
@@ -144,7 +146,7 @@ def main(kind: str, pid: str, folder: str) -> None:
     if group and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be a child
     segments: set[str] = set()
-    existing_shm = numbers()
+    existing_shm = shared_memory_inodes()
     with contextlib.suppress(ProcessLookupError):  # already gone
         ends = [0, os.pidfd_open(int(pid))]  # stdin receives no data: it becomes readable at end of file
         while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:
