@@ -210,7 +210,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_search_without_a_service_is_refused_before_the_run() -> None:
-    with pytest.raises(UserError, match=r"environment\.retriever\.url is not set: environment search asks"):
+    with pytest.raises(UserError, match=r"environment\.retriever\.url is not set: environment search sends"):
         registry.check_ready("search", EnvironmentConfig())
     registry.check_ready("search", NOBODY)
 
