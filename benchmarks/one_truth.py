@@ -98,12 +98,12 @@ def run(arguments: list[str], folder: Path) -> dict[str, Any]:
     (metrics,) = folder.rglob("metrics.jsonl")
     (plan,) = folder.rglob("plan-*.npz")
     with np.load(plan, allow_pickle=False) as file:
-        header = json.loads(file["header"].tobytes())
+        topology = json.loads(file["header"].tobytes())["topology"]
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     moved = {row["sync/bytes_in_max"] for row in rows if "sync/bytes_in_max" in row}
     return {
         "digest": digests[0] if len(set(digests)) == 1 else digests,
-        "devices": {"policy": header["sources"], "engines": header["targets"]},
+        "devices": {"policy": topology["sources"], "engines": topology["targets"]},
         "bytes_in_max": int(moved.pop()) if len(moved) == 1 else sorted(moved),
     }
 
