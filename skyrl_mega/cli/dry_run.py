@@ -178,7 +178,7 @@ def _ranks(config: Config, decoder: Decoder, parallel: ParallelDims, measure: An
     """Returns a row for each rank: placement, layers and memory."""
     return [
         {**row, "memory": _kinds(measure(config, decoder, parallel, row["rank"]))}
-        for row in layout_text.places(parallel, decoder)
+        for row in layout_text.policy_rows(parallel, decoder)
     ]
 
 
@@ -205,7 +205,7 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
 def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, Any]:
     """Returns the values of one engine; all engines are alike."""
     rows, memories = [], []
-    for row in layout_text.workers(config, decoder):
+    for row in layout_text.worker_rows(config, decoder):
         m = engine_memory(config, decoder, row["worker"])
         memories.append(m)
         kinds = {

@@ -10,7 +10,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 
 
-def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
+def policy_rows(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row (name of the column → value) for each policy rank, in the order of ranks, for the table of a dry
     run.
 
@@ -34,7 +34,7 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
     return rows
 
 
-def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
+def worker_rows(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row (name of the column → value) for each worker of an engine, for the table of a dry run; all engines
     are alike. The columns are `worker`, and inclusive ranges (`0-7`) of the worker's layers, heads and experts."""
     cut = EngineCut.of(config.rollout)

@@ -67,7 +67,7 @@ def decoding_speed(
         trajectories: The generated trajectories.
         seconds: Duration of the phase, above 0.
     """
-    written, attended = response_tokens(trajectories)
+    written, attended = tokens_and_attention(trajectories)
     metrics = {"perf/decode_tokens_per_s_per_engine": written / seconds / engine_count(config)}
     count = sum(sum(steps.values()) for steps in workers)
     if not count:
@@ -83,7 +83,7 @@ def decoding_speed(
     return metrics
 
 
-def response_tokens(trajectories: Sequence[Trajectory]) -> tuple[float, float]:
+def tokens_and_attention(trajectories: Sequence[Trajectory]) -> tuple[float, float]:
     """Returns the number of the policy's tokens, and a measure of the work of attention: the sum, over these tokens, of
     the number of earlier tokens in the same conversation."""
     written, attended = 0, 0.0

@@ -24,7 +24,7 @@ from skyrl_mega.models.blocks.gqa import CPU_HEADS
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.planner.fit import parallel_of
-from skyrl_mega.planner.layout_text import places
+from skyrl_mega.planner.layout_text import policy_rows
 from skyrl_mega.telemetry.console import Console
 
 
@@ -179,7 +179,7 @@ def test_the_seats(inputs: Path) -> None:
         ["policy.ranks=8", "policy.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, expert: 2}"],
     )
     hf = check_inputs(config)
-    rows = places(parallel_of(config)[0], architecture(hf).describe(hf))
+    rows = policy_rows(parallel_of(config)[0], architecture(hf).describe(hf))
     assert [row["rank"] for row in rows] == list(range(8))
     assert [row["layers"] for row in rows] == ["0-0 2-2"] * 4 + ["1-1 3-3"] * 4
     assert [row["tp"] for row in rows] == [0, 1] * 4

@@ -35,7 +35,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import LongestRow, activations
 from skyrl_mega.planner.engine_weights import engine_elements, kv_bytes_per_token
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.layout_text import places
+from skyrl_mega.planner.layout_text import policy_rows
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.times import elements
 from tests.weights.grids import MODELS, cut, global_tensors
@@ -152,7 +152,7 @@ def test_its_refusals_and_its_column() -> None:
         architecture(hf).check_layout(hf, ParallelDims(4, tensor=4, expert_tensor=4))
     with pytest.raises(UserError, match=r"rollout\.tensor: 4 does not divide the model's 90 columns of a plain"):
         architecture(hf).check_engine(hf, 4)
-    rows = places(ParallelDims(2, tensor=2, expert_tensor=2), architecture(HF).describe(HF))
+    rows = policy_rows(ParallelDims(2, tensor=2, expert_tensor=2), architecture(HF).describe(HF))
     assert [row["plain"] for row in rows] == ["0-47", "48-95"]
 
 

@@ -13,7 +13,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import PassWork
-from skyrl_mega.trainer.speed import decoding_speed, forward_load, response_tokens, training_speed
+from skyrl_mega.trainer.speed import decoding_speed, forward_load, tokens_and_attention, training_speed
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 from tests.support.batches import samples_of_tokens
 from tests.weights.grids import MODELS
@@ -80,7 +80,7 @@ def trajectory() -> Trajectory:
 
 
 def test_a_token_attends_to_those_before_it_since_the_last_prompt() -> None:
-    assert response_tokens([trajectory()]) == (6.0, (4 + 5 + 6) + (9 + 10) + 2)
+    assert tokens_and_attention([trajectory()]) == (6.0, (4 + 5 + 6) + (9 + 10) + 2)
 
 
 def test_decoding_reads_all_weights_in_every_step_and_the_cache_of_every_token() -> None:

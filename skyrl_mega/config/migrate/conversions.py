@@ -10,9 +10,9 @@ from skyrl_mega.config.migrate.convert import Result
 from skyrl_mega.config.migrate.state import TranslationState
 
 CONTEXTUAL = (
-    "sequences", "divided_by", "divides", "times", "share_of_steps", "input_limit", "tracker_option", "to_the_end",
-    "legacy_mean", "constant_mean", "trl_micro_batches", "evaluation_tokens", "engines", "at_least", "clip",
-    "router_loss", "trl_importance", "rl_steps", "schedule",
+    "sequences", "divided_by", "divides", "times", "share_of_steps", "input_limit", "tracker_option",
+    "decay_to_the_end", "legacy_mean", "constant_mean", "trl_micro_batches", "evaluation_tokens", "engines",
+    "at_least", "clip", "router_loss", "trl_importance", "rl_steps", "schedule",
 )  # fmt: skip
 """Conversions with a result that depends on other settings; applied after the remaining conversions."""
 
@@ -50,7 +50,7 @@ CONVERSIONS: Mapping[str, Callable[[Any, Sequence[str], Any, TranslationState], 
     "plus": convert.plus,
     "round_up": convert.round_up,
     "share_of_steps": schedules.share_of_steps,
-    "to_the_end": schedules.to_the_end,
+    "decay_to_the_end": schedules.decay_to_the_end,
     "rl_steps": schedules.rl_steps,
     "schedule": schedules.schedule,
     "input_limit": convert.input_limit,

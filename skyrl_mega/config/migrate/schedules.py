@@ -44,7 +44,7 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     return {key: fitted(key, value * updates) for key in here}, why if updates > 1 else ""
 
 
-def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+def decay_to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the learning-rate schedule `value` for the policy, with a decay over all optimizer steps of the run;
     ignores `here`.
 

@@ -136,7 +136,7 @@ class Apptainer:
         client = shlex.join(self.client.words)
         # the table of instances has a line of titles
         listing = f"table=$({client} instance list '{names}*') || exit 1; echo \"$table\" | sed 1d | cut -d ' ' -f 1"
-        owner.guard(["sh", "-c", listing], ["sh", "-c", f"for name; do {self._stop('$name')}; done", "stop"])
+        owner.start_reaper(["sh", "-c", listing], ["sh", "-c", f"for name; do {self._stop('$name')}; done", "stop"])
         container = ApptainerContainer(self, names + secrets.token_hex(6))
         with contextlib.ExitStack() as undo:
             undo.callback(container.remove, COMMAND_S)

@@ -202,7 +202,7 @@ class CommandLineRuntime:
         whose reaper was killed too: all of ended owners, and from before a reboot those that ended a day ago."""
         mine = ["ps", "--all", "--filter", f"label={owner.LABEL}={owner.owner()}", "--format", "{{.Names}}"]
         removal = [*self.client.words, "rm", "--force", "--volumes"]
-        if not owner.guard([*self.client.words, *mine], removal, _label()):
+        if not owner.start_reaper([*self.client.words, *mine], removal, _label()):
             return
         labelled = ["--filter", f"label={owner.LABEL}"]
         ran = self.client.command(["ps", "--all", *labelled, "--format", "{{.Names}}"])

@@ -131,7 +131,7 @@ class Kubectl:
         """
         deadline = time.monotonic() + timeout_s
         listing = ["get", "pods", f"--selector={owner.LABEL}={owner.owner()}", "--output=name"]
-        owner.guard([*self.client.words, *listing], [*self.client.words, *DELETE])
+        owner.start_reaper([*self.client.words, *listing], [*self.client.words, *DELETE])
         container = KubectlContainer(self, f"{owner.PREFIX}-{secrets.token_hex(8)}")
         labels = {owner.LABEL: owner.owner(), f"{owner.PREFIX}.host": owner.host()}
         with contextlib.ExitStack() as undo:

@@ -39,7 +39,7 @@ def is_dead(name: str) -> bool:
     return match is not None and match[2] == _place() and not folders.alive(folders.PREFIX + match[1])
 
 
-def guard(listing: Sequence[str], removal: Sequence[str], starting: str = "") -> bool:
+def start_reaper(listing: Sequence[str], removal: Sequence[str], starting: str = "") -> bool:
     """Starts a reaper and returns True. The reaper is a process that removes the containers of this process after this
     process has ended. Returns False if a reaper of this process with the same listing runs.
 

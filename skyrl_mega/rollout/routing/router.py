@@ -49,7 +49,7 @@ class QueuedRequest:
         return self.request if self.until is None else replace(self.request, seconds=max(0.0, self.until - now))
 
     @property
-    def tokens(self) -> int:
+    def max_length(self) -> int:
         """Upper limit of the sequence's length: the number of given tokens plus `max_tokens`."""
         return len(self.request.tokens) + self.request.max_tokens
 
@@ -65,18 +65,18 @@ class EngineLoad:
     requests: int = 0
     """Number of requests given to the engine."""
     tokens: int = 0
-    """Sum of the requests' `QueuedRequest.tokens`, each with `sequence_tokens` more."""
+    """Sum of the requests' `QueuedRequest.max_length`, each with `sequence_tokens` more."""
 
     def fits(self, waiting: QueuedRequest, limit: float) -> bool:
         """Returns True if the engine may take the request, with at most `limit` requests at once. An idle engine takes
         any request."""
-        needed = waiting.tokens + self.sequence_tokens
+        needed = waiting.max_length + self.sequence_tokens
         return self.requests < limit and (not self.requests or self.tokens + needed <= self.room)
 
     def add(self, waiting: QueuedRequest, times: int = 1) -> None:
         """Adds a request's count and tokens to the load, or subtracts both with `times=-1`."""
         self.requests += times
-        self.tokens += times * (waiting.tokens + self.sequence_tokens)
+        self.tokens += times * (waiting.max_length + self.sequence_tokens)
 
 
 class EngineGroup(Protocol):

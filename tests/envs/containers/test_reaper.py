@@ -81,9 +81,9 @@ def test_a_reaper_waits_for_clients_that_start_containers(tmp_path: Path, monkey
 
 
 def test_a_process_has_one_reaper_for_a_listing() -> None:
-    assert owner.guard(["true"], ["true"])
-    assert not owner.guard(["true"], ["true"])
-    assert owner.guard(["false"], ["true"])
+    assert owner.start_reaper(["true"], ["true"])
+    assert not owner.start_reaper(["true"], ["true"])
+    assert owner.start_reaper(["false"], ["true"])
 
 
 def test_a_name_is_dead_if_its_process_was_seen_to_end() -> None:
