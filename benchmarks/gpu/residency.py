@@ -18,9 +18,7 @@ from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.reference import logprobs, off
 from benchmarks.gpu.slice import EACH, GIB, TOKENS, open_slice
 from skyrl_mega.config.residency import POLICY
-from skyrl_mega.planner.buffers import model_state
-from skyrl_mega.planner.memory import OUTSIDE_BUDGET
-from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.memory import OUTSIDE_BUDGET, model_state
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.worker import ModelWorker
@@ -39,7 +37,7 @@ def prove(bench: Bench) -> None:
     rank = open_slice(bench)
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     rank.train([batch], supervised)
-    counted = model_state(stage(parts.described(hf), parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(parts.described(hf), parallel, parallel.coordinates(0), 2)
     moving = counted.weights + counted.optimizer
 
     # A GPU adds sums over experts in any order, so two equal calls differ a little.

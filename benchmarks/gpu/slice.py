@@ -12,9 +12,8 @@ from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.derived import logit_chunk
 from skyrl_mega.planner.activations import LongestRow, activations
-from skyrl_mega.planner.buffers import model_state
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.memory import model_state
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.worker import ModelWorker
@@ -45,7 +44,7 @@ def prove(bench: Bench) -> None:
     watched = Watched(bench, rank)
     rank.train([batch], supervised)  # warm-up: Adam's moments, first use of the allocator and of cuBLAS
 
-    counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(decoder, parallel, parallel.coordinates(0), 2)
     wanted = (counted.weights, counted.gradients, counted.optimizer)
     for name, measured, planned in zip(
         ("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True

@@ -21,10 +21,8 @@ from skyrl_mega.config.schema import ClusterConfig, Config, PolicyConfig
 from skyrl_mega.config.schema.precision import PrecisionConfig
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import LongestRow, activations
-from skyrl_mega.planner.buffers import model_state
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.memory import fp8_copies
-from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.memory import fp8_copies, model_state
 
 PRECISIONS = {
     "bfloat16": PrecisionConfig(),
@@ -165,7 +163,7 @@ def _measure(tiny: bool, folder: str, name: str) -> dict[str, Any]:
     whole = bench.seconds(step, repeats=3, warm=1)
     forward = bench.seconds(lambda: rank.logprobs([batch]), repeats=3)
     work = flops(decoder)
-    counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(decoder, parallel, parallel.coordinates(0), 2)
     chunk = logit_chunk(policy, bench.device.type)
     estimate = activations(
         decoder, parallel, 0, LongestRow(tokens, 1), 2, recompute="full", logit_chunk=chunk, spec=rank.spec,

@@ -183,7 +183,7 @@ def _on_streaming(config: Config, decoder: Decoder, parallel: ParallelDims) -> I
     if not config.policy.optimizer.streamed:
         return
     without = changed(config, (("policy.optimizer.streamed", False),))
-    if not fit.problems(without, decoder, strict=True) and least_safe_phase(without, decoder, parallel) is None:
+    if fit.problem(without, decoder, strict=True) is None and least_safe_phase(without, decoder, parallel) is None:
         seconds = step_time(config, decoder, parallel).step - step_time(without, decoder, parallel).step
         yield (
             f"policy.optimizer.streamed=true takes {seconds:.2g} s a step, and all fits without it, too: leave it out, "

@@ -134,39 +134,6 @@ def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
     return min(count * chunks, 2 * (stages - pp - 1) + (chunks - 1) * stages + 1)
 
 
-def layer(
-    decoder: Decoder,
-    parallel: ParallelDims,
-    tokens: int,
-    itemsize: int,
-    *,
-    moe: bool,
-    imbalance: float = IMBALANCE,
-    recompute: str = "none",
-    spec: Spec = "local",
-    fused: frozenset[str] = frozenset(),
-) -> int:
-    """Estimates the bytes kept on a rank of the first dense, or the first MoE, layer for the backward pass, including
-    the layer's input.
-
-    Args:
-        decoder: The model.
-        parallel: The grid of ranks.
-        tokens: Tokens of the micro-batch on a context rank, not divided by tensor parallelism.
-        itemsize: Bytes of an activation element.
-        moe: True for a MoE layer, False for a dense layer.
-        imbalance: Tokens of the rank's experts, relative to an even distribution (1.0).
-        recompute: `policy.recompute`, except full.
-        spec: Implementation of the layers.
-        fused: Active subset of `policy.fusions`.
-
-    Raises:
-        StopIteration: The model has no layer of this kind.
-    """
-    kind = next(decoder.layer(i) for i in range(decoder.layers) if decoder.is_moe(i) == moe)
-    return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
-
-
 def kept_layer(
     decoder: Decoder,
     parallel: ParallelDims,

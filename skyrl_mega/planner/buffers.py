@@ -56,31 +56,6 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer
 
 
-def model_state(
-    chunks: Sequence[Parameters],
-    parallel: ParallelDims,
-    at: RankCoords,
-    itemsize: int,
-    freeze_router: bool = False,
-    *,
-    overlap: bool = False,
-    moments: int = MOMENTS["float32"],
-) -> ModelState:
-    """Returns the bytes that the rank at `at` allocates for parameters, gradients and its share of the optimizer state.
-
-    Args:
-        chunks: Model chunks of the rank, from `parameters.stage`.
-        parallel: The grid of ranks.
-        at: Coordinates of the rank in the grid.
-        itemsize: Bytes of a parameter element: 2 or 4. With 2, the optimizer state includes float32 master weights.
-        freeze_router: True if routers are not trained: they have no gradients and optimizer state.
-        overlap: True if communication overlaps with compute, which adds padding.
-        moments: Bytes of Adam's two moments per element, a value of `MOMENTS`.
-    """
-    buffers = stage_buffers(chunks, parallel, at.pp, freeze_router, overlap=overlap)
-    return rank_state(buffers, parallel, at, itemsize, moments)
-
-
 @dataclass(frozen=True)
 class StageBuffers:
     """All buffers of a pipeline stage; the ranks of the stage own different parts of the same buffers."""

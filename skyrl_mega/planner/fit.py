@@ -75,26 +75,20 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
 
 
 def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserError | None:
-    """Returns, without raising it, the error for the first GPU or host with too little memory; None if everything fits.
-
-    Args:
-        config: The settings, with checked layouts and `policy.micro_tokens` decided.
-        decoder: The model.
-        strict: True to compare the plain estimates; False subtracts the share `MARGIN`, by which an estimate may be too
-            high.
+    """Returns, without raising it, the first error of `problems`, with the same arguments; None if everything fits.
 
     Raises:
         UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
-    return next(_problems(config, decoder, *parallel_of(config), strict), None)
+    return next(problems(config, decoder, strict=strict), None)
 
 
-def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[UserError]:
-    """Returns an error for each kind of GPU and for the host if their memory is too small; empty if everything fits.
+def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> Iterator[UserError]:
+    """Yields an error for each kind of GPU and for the host if their memory is too small; none if everything fits.
     Raises none of these errors.
 
     A kind of GPU is a pipeline stage of policy, reference or critic, an engine worker, or a shared GPU. On CPUs only
-    the host counts.
+    the size of the engines' cache and the host count.
 
     Args:
         config: The settings, with checked layouts and `policy.micro_tokens` decided.
@@ -105,12 +99,7 @@ def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[
     Raises:
         UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.
     """
-    return [*_problems(config, decoder, *parallel_of(config), strict)]
-
-
-def _problems(
-    config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
-) -> Iterator[UserError]:
+    parallel, reference = parallel_of(config)
     if not on_cpu(config):
         yield from _gpu_problems(config, decoder, parallel, reference, strict)
     elif config.rollout.engines and not (engine := engine_memory(config, decoder)).starts():
@@ -119,8 +108,8 @@ def _problems(
             key="rollout.kv_cache_gib",
             value=f"{config.rollout.kv_cache_gib:g}",
         )
-    if problem := host_problem(config, decoder, parallel, reference):
-        yield problem
+    if of_host := host_problem(config, decoder, parallel, reference):
+        yield of_host
 
 
 def _gpu_problems(

@@ -120,7 +120,7 @@ def policy_state(config: Config, decoder: Decoder, parallel: ParallelDims, rank:
     """Returns the bytes of weights, gradients and optimizer state of policy rank `rank`. A streamed optimizer is
     counted as if all its state were on the device. Raises ValueError if the grid `parallel` has no such rank, or its
     stages cannot divide the layers."""
-    return _model_state(
+    return model_state(
         decoder,
         parallel,
         parallel.coordinates(rank),
@@ -284,17 +284,29 @@ def fp8_copies(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int
 
 
 @lru_cache(maxsize=4096)
-def _model_state(
+def model_state(
     decoder: Decoder,
     parallel: ParallelDims,
     at: RankCoords,
-    size: int,
-    freeze_router: bool,
+    itemsize: int,
+    freeze_router: bool = False,
     *,
-    overlap: bool,
-    moments: int,
+    overlap: bool = False,
+    moments: int = MOMENTS["float32"],
 ) -> ModelState:
-    return rank_state(_stage_buffers(decoder, parallel, at.pp, freeze_router, overlap), parallel, at, size, moments)
+    """Returns the bytes that the rank at `at` allocates for parameters, gradients and its share of the optimizer state.
+    Raises ValueError if the layers cannot be divided over the pipeline stages.
+
+    Args:
+        decoder: The model.
+        parallel: The grid of ranks.
+        at: Coordinates of the rank in the grid.
+        itemsize: Bytes of a parameter element: 2 or 4. With 2, the optimizer state includes float32 master weights.
+        freeze_router: True if routers are not trained: they have no gradients and optimizer state.
+        overlap: True if communication overlaps with compute, which adds padding.
+        moments: Bytes of Adam's two moments per element, a value of `MOMENTS`.
+    """
+    return rank_state(_stage_buffers(decoder, parallel, at.pp, freeze_router, overlap), parallel, at, itemsize, moments)
 
 
 @lru_cache(maxsize=256)

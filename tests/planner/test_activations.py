@@ -22,7 +22,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.blocks.base import Work
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
 from skyrl_mega.models.tiny import build, hf_config
-from skyrl_mega.planner.activations import HOST_PAGE, LongestRow, activations, layer
+from skyrl_mega.planner.activations import HOST_PAGE, LongestRow, activations, kept_layer
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -115,7 +115,7 @@ def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, fused: 
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
     kernels = frozenset({"swiglu"} if fused else ())
-    formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute, fused=kernels)
+    formula = kept_layer(d, layouts.layout(1), 0, TOKENS, 2, recompute=recompute, spec="local", fused=kernels)
     actual = run_ranks(1, saved, tmp_path / "model", recompute, fused)[0]
     assert formula == pytest.approx(actual, rel=0.05)
 
@@ -167,7 +167,7 @@ def test_what_layers_keep_in_host_memory_is_not_on_the_device(away: int, there: 
         )
         for n in (0, away)
     )
-    kept = layer(d, layouts.layout(1), TOKENS, 2, moe=True)
+    kept = kept_layer(d, layouts.layout(1), 0, TOKENS, 2, recompute="none", spec="local", fused=frozenset())
     assert plain.train - moved.train == (6 - there) * kept
     assert moved.host == min(away, 6) * (kept + HOST_PAGE) and moved.forward == plain.forward
 
@@ -180,6 +180,6 @@ def test_each_micro_batch_of_a_pipeline_leaves_its_layers_that_stay_on_the_devic
         activations(d, parallel, 0, LongestRow(TOKENS, 4), 2, recompute="none", offload_layers=n, logit_chunk=64)
         for n in (0, 3)
     )
-    kept = layer(d, layouts.layout(1), TOKENS, 2, moe=True)
+    kept = kept_layer(d, layouts.layout(1), 0, TOKENS, 2, recompute="none", spec="local", fused=frozenset())
     assert plain.train - moved.train == (2 * 4 - (2 * 1 + 1)) * kept  # two micro-batches are under way
     assert moved.host == 2 * 3 * (kept + HOST_PAGE)

@@ -18,7 +18,8 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import buffers
-from skyrl_mega.planner.buffers import MOMENTS, model_state
+from skyrl_mega.planner.buffers import MOMENTS
+from skyrl_mega.planner.memory import model_state
 from skyrl_mega.planner.parameters import stage
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -116,7 +117,7 @@ def test_bytes_are_megatrons_own(
     real = run_ranks(ranks, allocated, models[model], parallel, policy, dtype)
     for rank, actual in enumerate(real):
         at = parallel.coordinates(rank)
-        counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
+        counted = model_state(d, parallel, at, dtype.itemsize, freeze)
         assert (counted.weights, counted.gradients, counted.optimizer) == actual, f"rank {rank}"
 
 
@@ -130,7 +131,7 @@ def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -
     d = architecture(hf).describe(hf)
     for rank, (*actual, largest) in enumerate(run_ranks(2, with_largest, models["moe"], parallel, policy, dtype)):
         at = parallel.coordinates(rank)
-        counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
+        counted = model_state(d, parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
         assert [counted.weights, counted.gradients, counted.optimizer, counted.largest] == [*actual, largest]
 
 
@@ -163,7 +164,8 @@ def test_bytes_of_the_buckets_that_overlap(
     others = 0
     for rank, actual in enumerate(run_ranks(ranks, bucketed, models[model], parallel, policy, torch.bfloat16)):
         at = parallel.coordinates(rank)
-        counted = model_state(stage(d, parallel, at.pp), parallel, at, 2, overlap=True)
+        stages = buffers.stage_buffers(stage(d, parallel, at.pp), parallel, at.pp, False, overlap=True)
+        counted = buffers.rank_state(stages, parallel, at, 2, MOMENTS["float32"])
         assert (counted.weights, counted.gradients, counted.optimizer) == actual, f"rank {rank}"
-        others += counted != model_state(stage(d, parallel, at.pp), parallel, at, 2)
+        others += counted != model_state(d, parallel, at, 2)
     assert others
