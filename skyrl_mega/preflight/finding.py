@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -34,6 +34,17 @@ def most_common(values: Mapping[str, T]) -> T:
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for value in values.values() if counts[value] == most)
+
+
+def outliers(values: Mapping[str, T]) -> Iterator[tuple[str, T, str]]:
+    """Yields (node, most common value, its share as text such as `3 of 4 nodes`) for each node with another value.
+
+    Args:
+        values: Node → value; values are hashable.
+    """
+    for node, value in values.items():
+        if value != (common := most_common(values)):
+            yield node, common, f"{sum(other == common for other in values.values())} of {len(values)} nodes"
 
 
 def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[str]:

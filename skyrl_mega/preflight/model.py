@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.index import check_files
-from skyrl_mega.preflight.finding import NodeProblem, most_common
+from skyrl_mega.preflight.finding import NodeProblem, outliers
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ def check(facts: Mapping[str, ModelFacts], model: Path) -> list[NodeProblem]:
     """
     findings = [NodeProblem(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
     digests = {node: f.digest for node, f in facts.items() if f.digest}
-    for node, value in digests.items():
-        if value != (common := most_common(digests)):
-            others = sum(other == common for other in digests.values())
-            text = f"{model}: names, sizes or configuration differ from {others} of {len(digests)} nodes; copy it again"
-            findings.append(NodeProblem(node, "model", "bad", text))
+    for node, _, most in outliers(digests):
+        text = f"{model}: names, sizes or configuration differ from {most}; copy it again"
+        findings.append(NodeProblem(node, "model", "bad", text))
     return findings

