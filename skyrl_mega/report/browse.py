@@ -27,6 +27,10 @@ LONG = 100
 SNIPPET = 140
 """Characters of a trajectory shown in the list."""
 
+Pieces = dict[tuple[int, str | None], int]
+"""Distinct tokens of a page, (token id, text), → number of the row in the table `pieces` of the page, from 0; text None
+is shown as the number."""
+
 BODY = """<noscript><p>This page shows its trajectories with JavaScript, which is off. Nothing comes from elsewhere.</p>
 </noscript><div id="app"></div>
 """
@@ -44,7 +48,7 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
         UserError: A file of tokens, or a run's `config.yaml` or tokenizer, cannot be read.
     """
     decoders = _decoders(records)
-    pieces = Pieces()
+    pieces: Pieces = {}
     blocks: dict[str, Any] = {}
     sums: list[dict[str, Any]] = []
     tokens = tokens_of(records)
@@ -58,28 +62,11 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
         blocks[f"text-{number}"] = [_text(record) for record in part]
         blocks[f"tokens-{number}"] = views
         progress(start + len(part))
-    blocks["pieces"] = pieces.table
+    blocks["pieces"] = list(pieces)
     blocks["index"] = _index(records, sums)
     runs = list(dict.fromkeys(record.run for record in records))
     title = f"{', '.join(runs[:3])}{' …' if len(runs) > 3 else ''} · trajectories"
     return document(title, BODY, styles=["browse.css"], programs=["list.js", "views.js", "browse.js"], blocks=blocks)
-
-
-class Pieces:
-    """Table of the distinct tokens of a page as (token id, text); other data of the page refer to its rows."""
-
-    def __init__(self) -> None:
-        self.table: list[tuple[int, str | None]] = []
-        """Rows of (token id, text); text None is shown as the number."""
-        self._places: dict[tuple[int, str | None], int] = {}
-
-    def place(self, id: int, text: str | None) -> int:
-        """Returns the row index of a token in the table, from 0; adds a new pair to the table."""
-        key = (id, text)
-        if key not in self._places:
-            self._places[key] = len(self.table)
-            self.table.append(key)
-        return self._places[key]
 
 
 def _decoders(records: Sequence[Record]) -> dict[str, TokenDecoder]:
@@ -151,7 +138,7 @@ def _tokens(record: Record, t: Tokens, decoder: TokenDecoder | None, pieces: Pie
     texts: Sequence[str | None] = decoder.texts(ids) if decoder else [None] * len(ids)
     logprobs = np.nan_to_num(t.logprobs[t.mask == 1], nan=0.0, neginf=-99.0)
     return {
-        "places": [pieces.place(id, text) for id, text in zip(ids, texts, strict=True)],
+        "places": [pieces.setdefault(piece, len(pieces)) for piece in zip(ids, texts, strict=True)],
         "stretches": _stretches(record, t),
         "logprobs": np.rint(-1000 * logprobs).astype(int).tolist(),
     }

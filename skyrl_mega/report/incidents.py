@@ -8,7 +8,8 @@ from html import escape
 from skyrl_mega.common.secrets import hidden
 from skyrl_mega.common.terminal import printable
 from skyrl_mega.report.document import table
-from skyrl_mega.report.run_data import RunData, local_time
+from skyrl_mega.report.run_data import RunData
+from skyrl_mega.report.story import local_time
 from skyrl_mega.telemetry.events import EventLine
 
 CRASHES = 20
@@ -65,7 +66,7 @@ def _crashes(run: RunData) -> list[str]:
 
 
 def _folded(title: str, events: Sequence[EventLine], kind: str) -> str:
-    lines = "\n".join(f"{local_time(event)}  {event.text}" for event in events[-CRASHES:])
+    lines = "\n".join(f"{local_time(event.time)}  {event.text}" for event in events[-CRASHES:])
     return f"<details class='fault {kind}'><summary>{escape(title)}</summary><pre>{escape(lines)}</pre></details>"
 
 

@@ -351,11 +351,11 @@ def _tiles(run: RunData) -> str:
     of = f" of {run.planned}" if run.planned else ""
     tiles = [("steps", f"{run.steps}{of}", "")]
     for metric in _matching(run, ("reward/mean", "eval/*/mean")):
-        ys = [y for y in run.series(metric)[1] if y is not None]
+        ys = run.values(metric)
         if ys:
             tiles.append((metric, f"{number(ys[0])} → {number(ys[-1])}", f"best {number(max(ys))}"))
-    seconds = [y for y in run.series("time/step")[1] if y is not None]
-    tokens = [y for y in run.series("rollout/tokens")[1] if y is not None]
+    seconds = run.values("time/step")
+    tokens = run.values("rollout/tokens")
     if seconds:
         tiles.append(("time of all steps", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} a step"))
     if seconds and tokens:
@@ -380,10 +380,10 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         cells = [f'<i class="key s{i % plots.COLOURS}"></i>{escape(name)}', str(run.steps)]
         for metric in metrics:
-            ys = [y for y in run.series(metric)[1] if y is not None]
+            ys = run.values(metric)
             cells.append(f"{number(ys[0])} → {number(ys[-1])}" if ys else "·")
         for metric in ("time/step", "perf/tokens_per_s"):
-            ys = [y for y in run.series(metric)[1] if y is not None]
+            ys = run.values(metric)
             cells.append(number(sum(ys) / len(ys)) if ys else "·")
         cells.append("ended by a fault" if run.fault and run.fault.last else "")
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))

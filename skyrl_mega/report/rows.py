@@ -116,7 +116,7 @@ def _object(text: str, row: int, name: str) -> dict[str, Any]:
 
 
 def _tools(text: str | None, row: int) -> list[dict[str, Any]]:
-    """Returns the tools in the prompt; [] for an older file."""
+    """Returns the tools in the prompt; [] for an evaluation's samples."""
     value = json.loads(text or "[]")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise safe_read.Malformed(f"row {row}, column tools: it is no JSON list of objects")

@@ -106,6 +106,10 @@ class RunData:
         having = [row for row in self.rows if name in row]
         return [row["step"] or 0.0 for row in having], [row[name] for row in having]
 
+    def values(self, name: str) -> list[float]:
+        """Returns the finite values of a metric, in order; [] for an unknown metric."""
+        return [value for row in self.rows if (value := row.get(name)) is not None]
+
     @cached_property
     def changed(self) -> dict[str, Any]:
         """Settings with other values than the defaults, including keys unknown to this version."""
@@ -140,7 +144,7 @@ class RunData:
             return None
         event = self.events[faults[-1]]
         resumed = any(later.kind == "step" for later in self.events[faults[-1] + 1 :])
-        return RunFault(local_time(event), event.text.removeprefix("fault: "), not resumed)
+        return RunFault(story.local_time(event.time), event.text.removeprefix("fault: "), not resumed)
 
     @cached_property
     def findings(self) -> list[FindingKind]:
@@ -193,7 +197,7 @@ class RunData:
 
     @cached_property
     def starts(self) -> list[story.RunStart]:
-        """The starts of the run, in order; empty for a run of an earlier version."""
+        """The starts of the run, in order; empty before the event `started`."""
         return story.starts(self.events)
 
     @cached_property
@@ -221,12 +225,6 @@ def _is_back(actor: Any, later: Sequence[EventLine]) -> bool:
     """Returns True if an actor was restarted after all, before the next start of the run."""
     same_start = takewhile(lambda event: event.kind not in ("started", "fault", "restart"), later)
     return any(event.kind == "actor_back" and event.facts.get("actor") == actor for event in same_start)
-
-
-def local_time(event: EventLine) -> str:
-    """Returns the event's time in the time zone of this machine, such as `2026-01-31 18:05:09`; `unknown time` if the
-    time is out of range."""
-    return story.local_time(event.time)
 
 
 def read(folder: Path) -> RunData:

@@ -26,17 +26,6 @@ BEGAN = 1_770_000_000.0
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
 """A hostile text of a policy."""
 
-STEPS = pa.list_(
-    pa.struct(
-        [
-            *(("kind", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("at_s", pa.float64())),
-            *(("generate_s", pa.float64()), ("env_s", pa.float64()), ("messages", pa.int32())),
-            *(("reward", pa.float64()), ("finish", pa.string()), ("tool_calls", pa.list_(pa.string()))),
-        ]
-    )
-)
-"""The type of the column `steps` in files with timed steps."""
-
 
 def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", **other: Any) -> Trajectory:
     """Returns a trajectory of a question and an answer: four tokens, the last two by the policy."""
@@ -115,7 +104,7 @@ def with_steps(file: Path, steps: Sequence[list[dict[str, Any]]]) -> None:
     table = pq.read_table(file)
     if "steps" in table.column_names:
         table = table.drop_columns(["steps"])
-    pq.write_table(table.append_column("steps", pa.array(steps, STEPS)), file)
+    pq.write_table(table.append_column("steps", pa.array(steps, parquet.STEPS)), file)
 
 
 def run_folder(folder: Path, files: dict[int, list[Trajectory]] | None = None, model: str = "") -> Path:

@@ -13,14 +13,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from skyrl_mega.report.live.state import RunState
-from skyrl_mega.report.run_data import RunData
+from skyrl_mega.report.run_data import STUCK, RunData
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "skyrl_mega_"
 FINDINGS = "health/"
 """Prefix of metrics that exist only in steps with the finding; exposed as `skyrl_mega_alarm` instead."""
-COUNTS = ("health/stuck_steps", "health/stuck_groups")
-"""Metrics of every step in spite of the prefix."""
 RARE = "eval/"
 """Prefix of metrics measured in some steps; the newest measurement is exposed."""
 
@@ -80,7 +78,7 @@ def _metrics(run: RunData) -> Iterator[Metric]:
         newest |= {name: value for name, value in row.items() if name.startswith(RARE) and name not in newest}
     families: dict[str, GaugeMetricFamily] = {}
     for name, number in newest.items():
-        if name == "step" or (name.startswith(FINDINGS) and name not in COUNTS):
+        if name == "step" or (name.startswith(FINDINGS) and name not in STUCK):
             continue
         key = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
         if key not in families:

@@ -102,7 +102,7 @@ def state_of(run: RunData, running: bool) -> RunState:
         UserError: The run's events cannot be read.
     """
     began = (run.folder / "config.yaml").stat().st_mtime if running else 0.0  # each start writes the settings again
-    seconds = [y for y in run.series("time/step")[1] if y is not None]
+    seconds = run.values("time/step")
     phase, stage = _phase([event for event in run.events if event.time >= began], running)
     return RunState(
         name=run.name,
