@@ -12,16 +12,11 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import dump
 from skyrl_mega.config.schema import Config
 
 SIGNED = "# Written by a run; sha256 of what follows: "
-GROUPS = frozenset({"run", "cluster", "model", "policy", "rollout", "algorithm", "data", "environment", "checkpoint"})
-"""Setting groups that every version's configuration contains."""
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")
 """Name of a step's output, without file extension."""
 
@@ -143,20 +138,10 @@ def _write_config(folder: Path, config: Config) -> None:
 
 
 def written_by_run(content: bytes) -> bool:
-    """Returns True if this `config.yaml` was written by a run and not changed since.
-
-    The first line contains a hash of the rest. In files from before this line existed, all groups must be present in
-    exactly the form written by `dump`.
-    """
-    text = content.decode(errors="replace")
-    first, _, rest = text.partition("\n")
-    if first.startswith(SIGNED):
-        return first == SIGNED + _digest(rest)
-    try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return False
-    return isinstance(tree, dict) and tree.keys() >= GROUPS and OmegaConf.to_yaml(OmegaConf.create(tree)) == text
+    """Returns True if this `config.yaml` was written by a run and not changed since: the first line contains a hash of
+    the rest."""
+    first, _, rest = content.decode(errors="replace").partition("\n")
+    return first == SIGNED + _digest(rest)
 
 
 def _digest(text: str) -> str:

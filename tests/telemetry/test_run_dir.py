@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose, dump
@@ -117,10 +116,8 @@ def test_a_file_that_a_person_wrote_stays(tmp_path: Path) -> None:
         assert file.read_text() == text
 
 
-def test_a_run_writes_over_its_own_and_those_of_former_versions(tmp_path: Path) -> None:
+def test_a_run_writes_over_its_own(tmp_path: Path) -> None:
     file = tmp_path / "r" / "config.yaml"
-    file.parent.mkdir()
-    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config(tmp_path))))  # the form before its first line existed
     for _ in range(2):
         with run_folder(config(tmp_path)):
             assert compose(file) == config(tmp_path)
