@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, RetrievalError, SearchClient
 from skyrl_mega.retriever.session import running_service
-from tests.retriever.services import ROOT
+from tests.envs.processes import owner, wait_until
 
 
 def own(index: Path, **more: str) -> EnvironmentConfig:
@@ -45,14 +43,16 @@ def token() -> str:
 
 
 def gone(url: str) -> bool:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
+    """Waits until nothing answers at an address."""
+
+    def silent() -> bool:
         try:
             SearchClient(url, timeout_s=0.3).health()
         except RetrievalError:
             return True
-        time.sleep(0.1)
-    return False
+        return False
+
+    return wait_until(silent)
 
 
 def test_it_is_built_served_and_ended(corpus: Path, tmp_path: Path) -> None:
@@ -139,9 +139,6 @@ with running_service(config, Path({str(tmp_path)!r})) as given:
     print(given.retriever.url, flush=True)
     time.sleep(600)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        url = run.stdout.readline().strip()
+    with owner(code) as (_, url):
         assert SearchClient(url).health()["ready"]
-        run.kill()
     assert gone(url)

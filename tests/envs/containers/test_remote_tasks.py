@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import make
 from tests.envs.containers.boxes import client
 from tests.envs.processes import needs_namespaces
+from tests.envs.swe.played import written
 
 FILES = {
     "tools.py": "def last(items):\n    return items[0]\n",
@@ -62,9 +62,7 @@ def options_of(runtime: str, folder: Path) -> dict[str, Any]:
 def test_a_repair_is_paid_and_nothing_else(runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPTAINER_CONFIGDIR", str(tmp_path))
     task = tmp_path / "tasks" / "last"
-    for name, text in FILES.items():
-        (task / "repo" / name).parent.mkdir(parents=True, exist_ok=True)
-        (task / "repo" / name).write_text(textwrap.dedent(text))
+    written(task / "repo", FILES)
     spec = {"instruction": "Repair last.", "image": "plain", "folder": "/tmp/testbed", "test": TEST}
     (task / "task.json").write_text(json.dumps(spec))
     settings = {"tasks": str(task.parent), "session": runtime, "session_options": options_of(runtime, tmp_path)}

@@ -17,7 +17,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
 from skyrl_mega.envs.swe.env import PROTECTED
 from skyrl_mega.envs.swe.session import CommandResult, File, Files, LocalSession
-from tests.envs.swe.played import PYTEST
+from tests.envs.swe.played import PYTEST, written
 
 TEST = """
 import unittest
@@ -32,17 +32,15 @@ class Test(unittest.TestCase):
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    repo = folder / "cart" / "repo"
-    for path, text in {
+    files = {
         "shop/__init__.py": "",
         "shop/cart.py": "def total(items):\n    return sum(count + price for count, price in items)\n",
         "tests/__init__.py": "",
         "tests/test_cart.py": TEST,
         "README.md": "A shop.",
         "Makefile": "test:\n\tpython -m unittest discover -s tests -t .\n",
-    }.items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).write_text(text)
+    }
+    written(folder / "cart" / "repo", files)
     return folder
 
 

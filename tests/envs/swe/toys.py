@@ -14,6 +14,7 @@ from typing import Any
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import make
 from skyrl_mega.envs.swe.data import BUGS
+from tests.envs.swe.played import written
 from tests.support.containers import IMAGE
 
 RIGHT = {
@@ -92,13 +93,7 @@ def _write_repo(repo: Path, name: str) -> None:
             def test_there(self):
                 self.assertTrue(callable(tools.{name}))
         """
-    for path, text in {
-        "tools.py": code(name, TOYS[name][2]),
-        "tests/__init__.py": "",
-        "tests/test_old.py": old,
-    }.items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).write_text(textwrap.dedent(text))
+    written(repo, {"tools.py": code(name, TOYS[name][2]), "tests/__init__.py": "", "tests/test_old.py": old})
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "start"]):
         subprocess.run([*git, *words], cwd=repo, check=True, env={**os.environ, "HOME": str(repo)})
