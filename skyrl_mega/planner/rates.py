@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.planner.candidates import Change, changed, value_of
+from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.planner.memory import on_cpu
+from skyrl_mega.planner.times import PASSES
 
 MEASURED, GIVEN, SHEET, ASSUMED = 1.1, 1.25, 1.25, 2.0
 """Uncertainty of a rate by source: the true rate lies between the value divided and multiplied by this factor. A data
@@ -49,9 +52,18 @@ POOL = (
 """Rate of the engines' nodes in a pool, source and uncertainty of the default; shares are those of `cluster.rates`."""
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
 """Results of `python -m benchmarks.gpu`, a file per device; absent outside of a checkout."""
-DEVICE, OTHERS = "H100", ("PCIe", "NVL")
-"""Device of the defaults, and slower devices with the same word in their names."""
+DEVICE, SAME_CHIP, OTHERS = "H100", "H200", ("PCIe", "NVL")
+"""Device of the defaults, a device with the same chip and a faster memory, and slower devices with one of these words
+in their names."""
+CHIP_RATES = frozenset({"rates.tflops_share", "rates.layer_us", "rates.host_gb_s"})
+"""Rates that do not depend on a GPU's memory: those of an H200 hold for an H100."""
 FORMAT = "give a file of python -m benchmarks.gpu or python -m benchmarks.bet, or leave cluster.rates_file out"
+STEP = "FP8 products"
+"""Part of the proof `te_train` that says what launches cost."""
+UPDATE, LOGPROBS = "… of which the optimizer", "log-probs, recomputing not counted"
+TRAIN = "forward and backward, recomputing not counted"
+SLICE_LAYERS = 48
+"""Layers of the model in `te_train` (`benchmarks/gpu/slice.py`)."""
 RECOMPUTED = 4 / 3
 """Passes computed by the measured step, which recomputes every layer, over the passes counted in its figure."""
 
@@ -74,7 +86,8 @@ def planned(config: Config) -> tuple[Config, list[Rate]]:
     """Returns the settings with measured rates in place of defaults, and all rates with their sources.
 
     Measured rates come from `cluster.rates_file`; if null, on GPUs, from the first results of an H100 SXM in `FOLDER`,
-    if any. A rate set to its default value counts as a default, and a measured rate replaces it.
+    or else the `CHIP_RATES` of an H200 there, if any. A rate set to its default value counts as a default, and a
+    measured rate replaces it.
 
     Raises:
         UserError: The file of measured rates cannot be read or has another format.
@@ -127,8 +140,10 @@ MeasuredRates = Mapping[str, tuple[float, str]]
 
 def _measured(config: Config) -> tuple[MeasuredRates, str]:
     """Returns the measured rates, and the name of the file; no rates without a file."""
-    given = config.cluster.rates_file
-    file = Path(given) if given is not None else None if on_cpu(config) else _h100(FOLDER)
+    given, names = config.cluster.rates_file, frozenset(DEFAULTS)
+    file = Path(given) if given is not None else None if on_cpu(config) else _results_of(DEVICE)
+    if file is None and not on_cpu(config):
+        file, names = _results_of(SAME_CHIP), CHIP_RATES
     if file is None:
         return {}, ""
     content = safe_read.read_json(file, FORMAT)
@@ -139,14 +154,14 @@ def _measured(config: Config) -> tuple[MeasuredRates, str]:
         raise UserError(
             f"not a file of rates ({why})", key="cluster.rates_file", value=str(file), fix=FORMAT
         ) from error
-    return rates, file.name
+    return {name: rate for name, rate in rates.items() if name in names}, file.name
 
 
-def _h100(folder: Path) -> Path | None:
-    """Returns the results of an H100 SXM in the folder; None without a file."""
-    for file in sorted(folder.glob("*.json")):
+def _results_of(device: str) -> Path | None:
+    """Returns the first file in `FOLDER` with results of a device, `DEVICE` or `SAME_CHIP`; None without a file."""
+    for file in sorted(FOLDER.glob("*.json")):
         name = str(safe_read.read_json(file, f"remove {file}").get("device", {}).get("name", ""))
-        if DEVICE in name and not any(word in name for word in OTHERS):
+        if device in name and not any(word in name for word in OTHERS):
             return file
     return None
 
@@ -161,18 +176,51 @@ def _stated(content: Mapping[str, Any]) -> MeasuredRates:
 
 
 def _from_proofs(content: Mapping[str, Any]) -> MeasuredRates:
-    """Returns the rates contained in results of `python -m benchmarks.gpu`: figures of passed proofs."""
+    """Returns the rates contained in results of `python -m benchmarks.gpu`: figures of passed proofs, and of a failed
+    proof the figures of parts (`part: figure`) of which every figure is within its limits."""
     figures = {
         (proof, figure["name"]): float(figure["value"])
         for proof, result in content["proofs"].items()
-        if result.get("status") == "passed"
         for figure in result.get("figures", [])
+        if result.get("status") == "passed" or _part_holds(result, figure["name"])
     }
     rates: dict[str, tuple[float, str]] = {}
     for name, proof, figure, convert in FIGURES:
         if name not in rates and figures.get((proof, figure), 0.0) > 0:
             rates[name] = convert(figures[proof, figure]), f"{proof}, {figure}"
+    if launches := _launches({figure: value for (proof, figure), value in figures.items() if proof == "te_train"}):
+        rates["rates.layer_us"] = launches, f"te_train, {STEP}"
     return rates
+
+
+def _part_holds(result: Mapping[str, Any], name: str) -> bool:
+    """Returns True if `name` is a figure of a part of a failed proof, and all figures of this part are within their
+    limits."""
+    part, colon, _ = name.partition(":")
+    figures = [figure for figure in result.get("figures", []) if figure["name"].startswith(f"{part}:")]
+    return (
+        result.get("status") == "failed"
+        and bool(colon)
+        and all(figure.get("at_least", -inf) <= figure["value"] <= figure.get("at_most", inf) for figure in figures)
+    )
+
+
+def _launches(figures: Mapping[str, float]) -> float | None:
+    """Returns the microseconds of kernel launches per layer in a forward pass, from the figures of a training step that
+    recomputes every layer; None without them.
+
+    A forward pass takes c + l seconds, products and launches, and a training step takes m·c + n·l seconds by the
+    numbers of passes m and n in `times.PASSES`: two equations for c and l.
+    """
+    try:
+        update, logprobs, train = (figures[f"{STEP}: {name}"] for name in (UPDATE, LOGPROBS, TRAIN))
+        whole = next(value for name, value in figures.items() if name.startswith(f"{STEP}: a training step of"))
+    except (KeyError, StopIteration):
+        return None
+    products, _, launches = PASSES["full"]
+    step = whole - update
+    forward = step * train / (BACKWARD * logprobs)  # the same operations, at another speed
+    return max(0.0, (products * forward - step) / (products - launches) / SLICE_LAYERS * 1e6)
 
 
 def _share(tflops: float) -> float:

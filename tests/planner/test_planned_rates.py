@@ -75,11 +75,40 @@ def test_failed_proofs_measure_nothing(tmp_path: Path) -> None:
     assert rates.planned(config)[0] == config
 
 
-def test_results_of_an_h100_of_the_checkout_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_follow_from_a_measured_step(tmp_path: Path) -> None:
+    """A forward pass of 0.3 s of products and 0.48 s of launches (10 ms a layer), and a step of 4 and 3 times as much
+    with half a second of the optimizer: the rate is 10 ms, if the part itself is within its limits."""
+    forward, step, tera = 0.78, 4 * 0.3 + 3 * 0.48, 20.0
+    speed = {
+        "a training step of 8192 tokens": step + 0.5,
+        rates.UPDATE: 0.5,
+        rates.LOGPROBS: tera / forward,
+        rates.TRAIN: 3 * tera / step,
+    }
+
+    def read(off: float, other: float) -> float:
+        figures = [{"name": f"{rates.STEP}: {name}", "value": value, "unit": ""} for name, value in speed.items()]
+        for part, value in ((rates.STEP, off), ("bfloat16", other)):
+            figures.append({"name": f"{part}: losses are off by", "value": value, "unit": "", "at_most": 0.01})
+        results = Results(tmp_path, {"name": SXM}, {})
+        (proof,) = (proof for proof in PROOFS if proof.name == "te_train")
+        results.put(proof, {"status": "failed", "figures": figures})
+        return rates.planned(gpus(rates_file=str(results.path)))[0].cluster.rates.layer_us
+
+    assert read(off=0.001, other=0.5) == pytest.approx(10_000)
+    assert read(off=0.5, other=0.001) == Config().cluster.rates.layer_us, "this part is beyond its limit"
+
+
+def test_results_of_the_checkout_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 has the chip of an H100, and another memory."""
     monkeypatch.setattr(rates, "FOLDER", tmp_path)
     written(tmp_path, "NVIDIA H100 PCIe", copy=900.0)
-    written(tmp_path, "NVIDIA H200", copy=2100.0)
     assert rates.planned(gpus())[0] == gpus()
+    written(tmp_path, "NVIDIA H200", copy=2100.0)
+    planned = rates.planned(gpus())[0].cluster
+    assert planned.rates.host_gb_s == 55 and planned.rates.tflops_share == pytest.approx(0.3)
+    assert planned.rates.memory_gb_s == Config().cluster.rates.memory_gb_s
+    assert planned.topology == Config().cluster.topology
     written(tmp_path)
     assert rates.planned(gpus())[0].cluster.rates.memory_gb_s == 2800
     assert rates.planned(gpus(device="cpu"))[0] == gpus(device="cpu"), "no rates of a GPU for a CPU"

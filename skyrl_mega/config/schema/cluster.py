@@ -93,8 +93,8 @@ class ClusterConfig:
     """Speeds for the time estimates of a dry run."""
     rates_file: Optional[str] = None
     """File of measured rates, from `python -m benchmarks.gpu` or `python -m benchmarks.bet`; replaces the rates above
-    that are at their default. null takes the results for an H100 in `benchmarks/results/gpu`, if present. Times of a
-    CPU are estimated only with such a file."""
+    that are at their default. null takes the results for an H100 in `benchmarks/results/gpu`, or those of an H200 that
+    hold for both, if present. Times of a CPU are estimated only with such a file."""
     start_timeout_s: float = at_least(1, 600.0)
     """Seconds for all actors to start; also, before that, for Ray to start on this machine or for the nodes of a Ray
     cluster to join. After this time the run ends and the error names the missing actors or nodes."""
