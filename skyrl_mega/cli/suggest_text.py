@@ -37,12 +37,12 @@ HEAD = (
     "share",
     "keep",
     "KV tokens",
-    "room GiB",
-    "host GiB",
+    "room",
+    "host",
     "s a step",
     "saves",
 )
-ALWAYS = ("", "layout", "room GiB", "s a step", "saves")
+ALWAYS = ("", "layout", "room", "s a step", "saves")
 """Columns of the table even if all rows agree."""
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Letters for parts of `residency.keep` in the table."""
@@ -136,7 +136,7 @@ def _legend(rows: Rows) -> list[str]:
     shown = [row for row in (rows.given, *rows.choices) if row]
     policies = [row.suggestion.config.policy for row in shown]
     return [
-        "saves: share of a step of row 0; room: memory left on the fullest GPU; host: memory used on the fullest node",
+        "saves: share of a step of row 0; room: GiB left on the fullest GPU; host: GiB used on the fullest node",
         *([HOST] if any(policy.offload_layers for policy in policies) else []),
         *([STREAMED] if any(policy.optimizer.streamed for policy in policies) else []),
         *([BLOCKS] if any(row.partial_blocks for row in shown) else []),

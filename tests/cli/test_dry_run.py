@@ -20,7 +20,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner import fit, fixes, rates
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.times import step_time
 from tests.cli import large
@@ -351,7 +351,7 @@ def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys:
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
         parallel, _ = fit.parallel_of(config)
-        seconds = step_time(config, architecture(hf).describe(hf), parallel).step
+        seconds = step_time(rates.planned(config)[0], architecture(hf).describe(hf), parallel).step
         assert seconds == pytest.approx(suggestion["seconds"])
         assert sum(len(n.policy) + n.workers for n in nodes(config)) <= gpus
 
