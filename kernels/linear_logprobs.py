@@ -196,7 +196,7 @@ def gradients(
     buffer = torch.empty(tokens * columns, dtype=weight.dtype, device=weight.device)
     grad_hidden = torch.zeros(hidden.shape, dtype=precise(hidden.dtype), device=hidden.device)
     grad_weight = torch.empty_like(weight)
-    for part in _chunks(len(weight), columns):
+    for part in chunks(len(weight), columns):
         chunk = inputs.columns(part)
         width = len(chunk.weight_vH)
         grad_logits = buffer[: tokens * width].view(tokens, width)
@@ -287,7 +287,8 @@ def _whole_tiles(columns: int) -> int:
     return -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
-def _chunks(total: int, chunk: int) -> Iterator[slice]:
+def chunks(total: int, chunk: int) -> Iterator[slice]:
+    """Returns the slices of at most `chunk` entries that make up `total` entries."""
     return (slice(i, min(i + chunk, total)) for i in range(0, total, chunk))
 
 
@@ -298,7 +299,7 @@ def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
     """Computes the result of `partial_sums` in torch on any device, with several copies of a split's logits in
     memory."""
     width, parts = len(inputs.weight_vH), []
-    for part in _chunks(width, split_columns(width)):
+    for part in chunks(width, split_columns(width)):
         logits, is_target, _ = _logits(inputs.columns(part))
         peak_T = logits.amax(-1).clamp(min=LOWEST)
         shifted = logits - peak_T[:, None]

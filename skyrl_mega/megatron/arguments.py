@@ -28,23 +28,15 @@ CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "critic.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
 """Setting → (file below megatron/core, class) pairs: first the class itself, then the base classes."""
-_PLAIN: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "str": str,
-    "list": list,
-    "dict": dict,
+_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "text"),
+    "list": ((list,), "a list"),
+    "dict": ((dict,), "a mapping"),
 }
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "list": "a list",
-    "dict": "a mapping",
-    "None": "null",
-}
+"""Plain type by name: the types of its values, and their description."""
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
@@ -142,14 +134,13 @@ def _matches(choice: ast.expr, value: Any) -> bool:
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in ("List", "list"):
             return isinstance(value, list) and all(_allows(inner, entry) for entry in value)
         case ast.Name(id=name) if name in _PLAIN:
-            return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
+            return isinstance(value, _PLAIN[name][0]) and (name == "bool" or not isinstance(value, bool))
     return False  # a function, a torch type: no setting can hold it
 
 
 def _describe(annotation: ast.expr) -> str:
-    return " or ".join(text for choice in _choices(annotation) if (text := _describe_choice(choice))) or (
-        "nothing, as it is no plain value; leave it out"
-    )
+    texts = filter(None, map(_describe_choice, _choices(annotation)))
+    return " or ".join(texts) or "nothing, as it is no plain value; leave it out"
 
 
 def _describe_choice(choice: ast.expr) -> str:
@@ -161,6 +152,6 @@ def _describe_choice(choice: ast.expr) -> str:
             return "one of " + ", ".join(map(str, options)) if isinstance(options, tuple) else str(options)
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in ("List", "list"):
             return f"a list of {ast.unparse(inner)}"
-        case ast.Name(id=name):
-            return _WORDS.get(name, "")
+        case ast.Name(id=name) if name in _PLAIN:
+            return _PLAIN[name][1]
     return ""

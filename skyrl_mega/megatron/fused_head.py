@@ -18,36 +18,9 @@ from torch import Tensor
 from skyrl_mega.kernels.linear_logprobs import PEAK, Head, Inputs, Saved, finish, gradients, merge, partial_sums, rebase
 
 
-def fused_logprobs(
-    hidden_TH: Tensor,
-    weight_vH: Tensor,
-    targets_T: Tensor,
-    *,
-    vocab: int,
-    temperature: float,
-    group: dist.ProcessGroup,
-    squares: bool = False,
-) -> tuple[Tensor, ...]:
-    """Returns the targets' log-probs and the entropies in nats, with `squares` also Σ p², each [T] float32; logits are
-    never in memory. A collective of `group`.
+class FusedLogprobs(torch.autograd.Function):
+    """The log-probs, entropies and sums of squares of `vocab_parallel.vocab_parallel_logprobs`, all float32."""
 
-    Args:
-        hidden_TH: Hidden states, the same on all ranks of `group`.
-        weight_vH: This rank's rows of the output head.
-        targets_T: int64 token ids, below `vocab`.
-        vocab: Size of the vocabulary without padding; padded columns get probability 0.
-        temperature: Divides the logits.
-        group: The tensor-parallel group.
-        squares: True to add Σ p² as third result, without a gradient; log-probs and entropies are differentiable.
-    """
-    width = len(weight_vH)
-    first = dist.get_rank(group) * width
-    head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)
-    outputs: tuple[Tensor, ...] = _Fused.apply(hidden_TH, weight_vH, targets_T, head, group, squares)
-    return outputs
-
-
-class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

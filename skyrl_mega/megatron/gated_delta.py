@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.megatron.packing import PackedRow
+from skyrl_mega.megatron.packing import PackedRow, grid
 from skyrl_mega.models.blocks.base import DeltaNetSizes
 from skyrl_mega.models.blocks.gdn import CHUNK
 
@@ -167,8 +167,8 @@ def gated_delta(
     assert row.sequence_L is not None and row.position_L is not None
     longest = row.max_seqlen_q
     slot = row.sequence_L * longest + row.position_L
-    grid, decays, betas = (_grid(x, slot, row.sequences, longest) for x in (mixed, decay, beta))
-    padded = F.pad(grid.transpose(1, 2), (sizes.window - 1, 0))
+    rows, decays, betas = (grid(x, slot, row.sequences, longest) for x in (mixed, decay, beta))
+    padded = F.pad(rows.transpose(1, 2), (sizes.window - 1, 0))
     convolved = F.silu(F.conv1d(padded, weight, groups=len(weight))).transpose(1, 2)
     query, key, value = (x.float() for x in _heads(convolved, sizes))
     query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + KEY_EPS) for x in (query, key))
@@ -191,12 +191,6 @@ def _heads(convolved: Tensor, sizes: DeltaNetSizes) -> tuple[Tensor, Tensor, Ten
         key.unflatten(-1, shape),
         value.unflatten(-1, (sizes.value_heads, sizes.value_width)),
     )
-
-
-def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
-    """Copies [T, …] into a grid [rows, width, …], with zeros in slots without a token."""
-    grid = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x)
-    return grid.view(rows, width, *x.shape[1:])
 
 
 def chunked_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

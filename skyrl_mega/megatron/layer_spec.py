@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
@@ -27,7 +28,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_mega.megatron.biased_experts import use_biased_experts
 from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.packed_attention import PackedAttention
 from skyrl_mega.models.blocks.base import LayerModules
@@ -93,6 +93,28 @@ def _use_local_modules(attention: MLASelfAttentionSubmodules) -> None:
         multi_latent_attention.HAVE_TE = False
     attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
     attention.q_layernorm = attention.kv_layernorm = RMSNorm
+
+
+def use_biased_experts(mlp: Any) -> None:
+    """Replaces the second linear layer of every expert by `ExpertRowParallelLinear`.
+
+    Args:
+        mlp: The `ModuleSpec` of a local layer's feed-forward part with experts, changed in place.
+    """
+    mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """A row-parallel linear layer whose result may be changed in place.
+
+    megatron-core adds an expert's bias in place. Without expert and tensor parallelism the result is a view of the
+    input of its own (empty) sum over ranks, and autograd refuses the backward pass.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product, in memory of its own, and the layer's bias (None without a bias)."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class RMSNorm(torch.nn.Module):

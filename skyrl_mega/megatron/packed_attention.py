@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_mega.megatron.context_exchange import heads_of_whole_row, tokens_of_all_heads
-from skyrl_mega.megatron.packing import PackedRow, run_positions
+from skyrl_mega.megatron.packing import PackedRow, grid, run_positions
 from skyrl_mega.megatron.sink_kernel import KernelRows, SinkKernel
 
 try:
@@ -207,8 +207,7 @@ _VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {
 
 def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
     """Copies [tokens, H, D] into a grid [rows, H, width, D], with zeros in slots without a token."""
-    grid = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x)
-    return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
+    return grid(x, slot, rows, width).transpose(1, 2)
 
 
 def _ungrid(x: Tensor, slot: Tensor) -> Tensor:

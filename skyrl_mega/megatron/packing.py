@@ -200,6 +200,12 @@ def run_positions(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return run, torch.arange(total, device=lengths.device) - first[run]
 
 
+def grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
+    """Returns the tokens [L, …] as [rows, width, …]: token i at place `slot[i]` of the flattened rows, zeros
+    elsewhere."""
+    return x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x).view(rows, width, *x.shape[1:])
+
+
 def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> PackedRow:
     """Returns the description of the whole row and of this rank's positions `local`."""
     bounds = torch.cat([starts, padded.sum()[None]]).int()

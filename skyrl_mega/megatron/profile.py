@@ -8,7 +8,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,7 +69,7 @@ class RankProfiler:
                     **dict(pid=RANKS + self.rank * PER_RANK, ts=round((self._start - step.start) * 1e6, 3)),
                     "dur": round((step.end - self._start) * 1e6, 3),
                 }
-                write_part(file, _prepend(step_event, events))
+                write_part(file, chain([step_event], events))
         return events.calls if events.has_cuda_calls else {}
 
 
@@ -160,8 +161,3 @@ def _events(text: TextIO) -> Iterator[dict[str, Any]]:
             lines = []
         elif lines:
             lines.append(line)
-
-
-def _prepend(event: Mapping[str, Any], events: Iterator[Mapping[str, Any]] | RankEvents) -> Iterator[Mapping[str, Any]]:
-    yield event
-    yield from events

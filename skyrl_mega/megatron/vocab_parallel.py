@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.megatron.fused_head import fused_logprobs
+from skyrl_mega.kernels.linear_logprobs import Head, chunks, precise
+from skyrl_mega.megatron.fused_head import FusedLogprobs
 
 
 def vocab_parallel_logprobs(
@@ -50,43 +51,39 @@ def vocab_parallel_logprobs(
         over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares` also
         squares_T, without a gradient.
     """
-    if chunk is None:
-        settings: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}
-        return fused_logprobs(hidden_TH, weight_vH, targets_T, **settings)
-    outputs: tuple[Tensor, ...] = _LogProbs.apply(
-        hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group, squares
-    )
+    width = len(weight_vH)
+    first = dist.get_rank(group) * width
+    head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)
+    inputs = (hidden_TH, weight_vH, targets_T, head, group, squares)
+    outputs: tuple[Tensor, ...]
+    outputs = FusedLogprobs.apply(*inputs) if chunk is None else _ChunkedLogprobs.apply(*inputs, chunk)
     return outputs
 
 
-class _LogProbs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_TH: Tensor,
         weight_vH: Tensor,
         targets_T: Tensor,
-        vocab: int,
-        temperature: float,
-        chunk: int,
+        head: Head,
         group: dist.ProcessGroup,
         squares: bool,
+        chunk: int,
     ) -> tuple[Tensor, ...]:
-        width = weight_vH.shape[0]
-        ctx.first = first = dist.get_rank(group) * width
-        ctx.valid = max(0, min(width, vocab - first))
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.head, ctx.chunk = head, chunk
         ctx.set_materialize_grads(False)
-        logprobs_T = torch.empty(len(hidden_TH), dtype=_precise(hidden_TH.dtype), device=hidden_TH.device)
+        logprobs_T = torch.empty(len(hidden_TH), dtype=precise(hidden_TH.dtype), device=hidden_TH.device)
         entropy_T = torch.empty_like(logprobs_T)
         norm_T = torch.empty_like(logprobs_T)
         squares_T = torch.empty_like(logprobs_T) if squares else None
-        for part in _chunks(len(hidden_TH), chunk):
-            logits = _logits(hidden_TH[part], weight_vH, ctx.valid, temperature)
+        for part in chunks(len(hidden_TH), chunk):
+            logits = _logits(hidden_TH[part], weight_vH, head)
             peak = logits.amax(-1)
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
             logits -= peak[:, None]
-            local, inside = _local(targets_T[part], first, ctx.valid)
+            local, inside = _local(targets_T[part], head)
             target = logits.gather(1, local[:, None])[:, 0].where(inside, torch.zeros_like(peak))
             exp = logits.exp()
             # A padded column has exp 0; 0 · -inf must not become nan.
@@ -115,10 +112,10 @@ class _LogProbs(torch.autograd.Function):
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(norm_T)
         grad_hidden = torch.empty_like(hidden_TH)
-        grad_weight = torch.zeros(weight_vH.shape, dtype=_precise(weight_vH.dtype), device=weight_vH.device)
-        for part in _chunks(len(hidden_TH), ctx.chunk):
+        grad_weight = torch.zeros(weight_vH.shape, dtype=precise(weight_vH.dtype), device=weight_vH.device)
+        for part in chunks(len(hidden_TH), ctx.chunk):
             # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
-            logprobs = _logits(hidden_TH[part], weight_vH, ctx.valid, ctx.temperature) - norm_T[part, None]
+            logprobs = _logits(hidden_TH[part], weight_vH, ctx.head) - norm_T[part, None]
             scale = grad_logprobs_T[part]
             if grad_entropy_T is None:
                 grad_logits = logprobs.exp_().mul_(-scale[:, None])
@@ -127,33 +124,24 @@ class _LogProbs(torch.autograd.Function):
                 # A padded column has probability 0; 0 · -inf must not become nan.
                 pull = logprobs.masked_fill_(probs == 0, 0.0).add_(entropy_T[part, None])
                 grad_logits = pull.mul_(grad_entropy_T[part, None]).add_(scale[:, None]).mul_(probs).neg_()
-            local, inside = _local(targets_T[part], ctx.first, ctx.valid)
+            local, inside = _local(targets_T[part], ctx.head)
             grad_logits.scatter_add_(1, local[:, None], torch.where(inside, scale, 0.0)[:, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight_vH.dtype)
+            grad_logits = grad_logits.div_(ctx.head.temperature).to(weight_vH.dtype)
             grad_hidden[part] = grad_logits @ weight_vH
             grad_weight += grad_logits.T @ hidden_TH[part]
-        return grad_hidden, grad_weight.to(weight_vH.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight_vH.dtype), None, None, None, None, None
 
 
-def _chunks(total: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, total)) for i in range(0, total, chunk)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, valid: int, temperature: float) -> Tensor:
-    logits = (hidden @ weight.T).to(_precise(hidden.dtype))
-    if temperature != 1.0:
-        logits /= temperature
-    logits[:, valid:] = float("-inf")
+def _logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
+    logits = (hidden @ weight.T).to(precise(hidden.dtype))
+    if head.temperature != 1.0:
+        logits /= head.temperature
+    logits[:, head.valid :] = float("-inf")
     return logits
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype for logits: float32, or float64 for a float64 model."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _local(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
+def _local(targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Returns the targets' columns on this rank, and a mask of the targets on this rank."""
-    local = targets - first
-    inside = (local >= 0) & (local < valid)
+    local = targets - head.first
+    inside = (local >= 0) & (local < head.valid)
     return local.where(inside, torch.zeros_like(local)), inside

@@ -256,6 +256,12 @@ class ModelWorker:
         self._restore_policy_weights()
         finish_gather(self.chunks)
 
+    def _begin_evaluation(self) -> None:
+        """Restores the policy's weights as `_restore_policy_weights`, and puts the model into evaluation mode."""
+        self._restore_policy_weights()
+        for chunk in self.chunks:
+            chunk.eval()
+
     def _active_weights(self, reference: bool) -> AbstractContextManager[None]:
         """Returns a context for computing with the reference's weights, or with the policy's."""
         if not reference:
@@ -286,9 +292,7 @@ class ModelWorker:
             NotOnDevice: The parameters are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
         """
-        self._restore_policy_weights()
-        for chunk in self.chunks:
-            chunk.eval()
+        self._begin_evaluation()
 
         def read(model: Any, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
             return self._logprobs(model, hidden, micro, temperature, squares=squares)
@@ -296,8 +300,7 @@ class ModelWorker:
         recording = self.policy.moe.replay == "policy"
         mode = self.replay.mode(off=reference, recording=recording) if self.replay else nullcontext()
         with self._active_weights(reference), mode:
-            results = self._per_token(micros, read)
-        return None if results is None else [tuple(per_token) for per_token in results]
+            return self._per_token(micros, read)
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
         """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 for the tokens
@@ -311,17 +314,15 @@ class ModelWorker:
             NotOnDevice: The parameters are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
         """
-        self._restore_policy_weights()
-        for chunk in self.chunks:
-            chunk.eval()
+        self._begin_evaluation()
         results = self._per_token(micros, lambda *arguments: (values_of(*arguments),))
         return None if results is None else [values for (values,) in results]
 
     def _per_token(
         self, micros: Sequence[Sequences], read: Callable[[Any, Tensor, MicroBatch], tuple[Tensor, ...]]
-    ) -> list[Tensor] | None:
-        """Returns the results of `read` ([L] each) as float32 [results, T] per micro-batch; None before the last
-        stage."""
+    ) -> list[tuple[Tensor, ...]] | None:
+        """Returns the results of `read` ([L] each), for each micro-batch as float32 [T] in host memory; None before the
+        last stage."""
 
         def report(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             results = torch.stack(read(model, hidden, micro))
@@ -337,7 +338,7 @@ class ModelWorker:
         if self.parallel.context > 1:
             for out in outputs:
                 dist.all_reduce(out["placed"], group=mpu.get_context_parallel_group())
-        return [out["placed"].cpu() for out in outputs]
+        return [tuple(out["placed"].cpu()) for out in outputs]
 
     def train(
         self,
@@ -414,9 +415,7 @@ class ModelWorker:
             NotOnDevice: The parameters are offloaded.
             WrongRoutes: A token was sent to experts other than replayed.
         """
-        self._restore_policy_weights()
-        for chunk in self.chunks:
-            chunk.eval()
+        self._begin_evaluation()
         with torch.no_grad():
             return self._objective_sums(micros, self._compute(objective, temperature), len(micros))
 

@@ -11,7 +11,6 @@ FUNCTION, POSITIONAL = 60, 6
 
 LISTED = {
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",
-    "megatron.vocab_parallel:call of _LogProbs.apply": "as `forward`",
     "megatron.fused_head:forward": "as `vocab_parallel`'s",
     "megatron.packed_attention:call of varlen_attn": "torch's own",
     "weights.transports.ipc:call of torch.UntypedStorage._new_shared_cuda": "torch's own",

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from skyrl_mega.megatron.biased_experts import use_biased_experts
+from skyrl_mega.megatron.layer_spec import use_biased_experts
 from skyrl_mega.models.blocks.base import MegatronPlace
 from skyrl_mega.models.blocks.fused_experts import FusedExperts
 from skyrl_mega.models.shard_builder import ShardBuilder
