@@ -133,10 +133,7 @@ class ExternalEngine:
         await asyncio.sleep(COALESCE_S)
         while not done.empty():
             outcomes.append(done.get_nowait())
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return cast(list[Completion], outcomes)
+        return _completions(outcomes)
 
     async def _until(self, event: asyncio.Event) -> bool:
         """Waits for an event, at most a quarter of `silence_s`; returns True if it is set."""
@@ -336,11 +333,7 @@ class ExternalEngine:
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         # Past the limit of requests at once: those under way may take long.
         await asyncio.gather(*(self._generate(request, sampling, done, nullcontext()) for request in requests))
-        outcomes = [done.get_nowait() for _ in requests]
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        by_id = {outcome.id: outcome for outcome in cast(list[Completion], outcomes)}
+        by_id = {completion.id: completion for completion in _completions([done.get_nowait() for _ in requests])}
         return [by_id[request.id] for request in requests]
 
     async def trust(self) -> None:
@@ -396,3 +389,11 @@ class ExternalEngine:
     async def health(self) -> int:
         """Returns the version of the weights that the server states; 0 for weights that no update delivered."""
         return await self.server.version()
+
+
+def _completions(outcomes: Sequence[Completion | BaseException]) -> list[Completion]:
+    """Returns the outcomes of requests; raises the first outcome that is an error."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return cast(list[Completion], outcomes)
