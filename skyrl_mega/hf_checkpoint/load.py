@@ -66,13 +66,11 @@ def load(
         OSError: A file cannot be opened or read.
         ValueError: A tensor of `params` is not of the shard's shape.
     """
-    wanted: dict[str, list[Piece]] = defaultdict(list)
-    for piece in shard.pieces:
-        wanted[piece.tensor].append(piece)
     hf = read_config(path)
     shapes, optional = architecture(hf).tensors(hf), optional or {}
     present = names_in(path) if optional else set()
-    wanted = {tensor: pieces for tensor, pieces in wanted.items() if tensor not in optional or tensor in present}
+    pieces = [piece for piece in shard.pieces if piece.tensor not in optional or piece.tensor in present]
+    wanted = dict.fromkeys(piece.tensor for piece in pieces)
     shapes |= {tensor: shape for tensor, shape in optional.items() if tensor in wanted}
     for tensor in wanted:
         if tensor not in shapes:
@@ -83,25 +81,19 @@ def load(
             )
     entries = check_model_tensors(path, hf, {tensor: shapes[tensor] for tensor in wanted})
     reader, forms = TensorReader(), architecture(hf).describe(hf).disk_forms
+    by_param: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for piece in pieces:
+        by_param[piece.param][piece.tensor].append(piece)
     with torch.no_grad():
-        for param, by_tensor in _by_param(wanted).items():
+        for param, by_tensor in by_param.items():
             local = shard.shaped(param, params[param])
-            for name, pieces in by_tensor.items():
-                parts = [(p.box, local_view(local, p.offset, p.box)) for p in pieces]
+            for name, of_tensor in by_tensor.items():
+                parts = [(p.box, local_view(local, p.offset, p.box)) for p in of_tensor]
                 if name in forms:
                     read_rows(reader, name, entries[name], forms[name], shapes[name], parts)
                 else:
                     reader.read(name, entries[name], parts)
             written(param)
-
-
-def _by_param(wanted: Mapping[str, Sequence[Piece]]) -> dict[str, dict[str, list[Piece]]]:
-    """Returns the pieces of each local tensor, by tensor on disk."""
-    pieces: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for tensor, of_tensor in wanted.items():
-        for piece in of_tensor:
-            pieces[piece.param][tensor].append(piece)
-    return pieces
 
 
 def save(
