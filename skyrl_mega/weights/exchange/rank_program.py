@@ -11,7 +11,7 @@ import torch
 
 from skyrl_mega.parallel.box import Box, Piece, Shard
 from skyrl_mega.weights.exchange.buckets import Buckets, fill
-from skyrl_mega.weights.exchange.rounds import distinct, rounds
+from skyrl_mega.weights.exchange.rounds import rounds
 from skyrl_mega.weights.fp8.format import SUFFIX, Wire, scale_box
 from skyrl_mega.weights.plan.intersect import Place
 from skyrl_mega.weights.plan.plan import Plan
@@ -123,7 +123,7 @@ def rank_program(
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [plan.routes[route].source for route in buckets.route]
     chains = [
-        [packer, *distinct((owners[p] for p in wanted), packer)]
+        list(dict.fromkeys([packer, *(owners[p] for p in wanted)]))
         for packer, wanted in zip(packed_by, wanted_by, strict=True)
     ]
     schedule = rounds(chains, max(owners, default=0) + 1, max(2, in_flight - 1), buckets.phase)

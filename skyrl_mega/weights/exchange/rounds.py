@@ -8,7 +8,7 @@ needed buffer is always freed by an earlier round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def rounds(
@@ -90,8 +90,3 @@ def _hold(counts: list[int], span: int) -> None:
     for n in range(len(counts) - 1, 0, -1):
         counts[n] |= counts[n - 1] & span
     counts[0] |= span
-
-
-def distinct(processes: Iterable[int], excluded: int) -> list[int]:
-    """Returns the distinct processes in order, without process `excluded`."""
-    return [p for p in dict.fromkeys(processes) if p != excluded]

@@ -163,7 +163,8 @@ class Reader:
         if self.image is not None and any(self.image.types[name] != types.get(name) for name in self.image.types):
             self.close()
         if self.image is None:
-            self.image = Image(shard, {name: types[name] for name in _names(shard) if name in types}, file)
+            names = {piece.tensor for piece in shard.pieces}
+            self.image = Image(shard, {name: types[name] for name in names if name in types}, file)
         self._wanted = [
             _Wanted(rank, number, chunk, parts)
             for rank, layout in enumerate(layouts)
@@ -292,7 +293,3 @@ def _ranges(payloads: Sequence[_Payload]) -> Iterator[list[_Payload]]:
         run.append(payload)
     if run:
         yield run
-
-
-def _names(shard: Shard) -> set[str]:
-    return {piece.tensor for piece in shard.pieces}

@@ -55,16 +55,6 @@ class TransferTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def name(self, part: int) -> str:
-        """Returns the name of the tensor that the part with this index belongs to. Slow in a loop; use
-        `list(parts.tensors)` there."""
-        return list(self.tensors)[self.tensor[part]]
-
-    def box(self, part: int) -> Box:
-        """Returns the part with this index as a box of its global tensor."""
-        axes = len(self.tensors[self.name(part)])
-        return Box(tuple(self.start[part, :axes].tolist()), tuple(self.shape[part, :axes].tolist()))
-
     def boxes(self, wanted: Ints) -> list[tuple[str, Box]]:
         """Returns the tensor name and the box of each part whose index is in `wanted`, in that order."""
         names, shapes = list(self.tensors), list(self.tensors.values())
@@ -106,8 +96,8 @@ class TransferTable:
             places_of[p].append(Place(piece.param, (*piece.offset[:stack], *inner)))
         for p, places in enumerate(places_of):
             if not places:
-                lacking = int(wanted[p])
-                raise ValueError(f"{self.name(lacking)}: the shard has no piece with {self.box(lacking)}")
+                ((name, box),) = self.boxes(wanted[p : p + 1])
+                raise ValueError(f"{name}: the shard has no piece with {box}")
         return places_of
 
 
