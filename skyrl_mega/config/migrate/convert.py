@@ -420,10 +420,14 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
     return ours, "a turn may begin with so many tokens before it, and write its whole answer"
 
 
-def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns `algorithm.loss_mean` micro_batches, with SkyRL's samples per micro-batch (1 if not given); ignores the
-    value and `here`."""
-    samples = state.theirs("trainer.micro_train_batch_size_per_gpu") or 1
+def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Returns `algorithm.loss_mean` micro_batches, with the other program's samples per micro-batch; ignores the value
+    and `here`.
+
+    `argument` is a list of the other program's key of these samples, and its default.
+    """
+    key, default = argument
+    samples = state.theirs(key) or default
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of micro-batches of {samples}"
 
@@ -441,14 +445,6 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
     ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(_numeric(length))}
     return ours, f"the sum over a sequence divided by {length:,}"
-
-
-def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns `algorithm.loss_mean` micro_batches, with TRL's batch per device as samples (8 if not given); ignores the
-    value and `here`."""
-    samples = state.theirs("per_device_train_batch_size") or 8
-    ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
-    return ours, f"the token mean of batches of {samples}"
 
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
@@ -551,11 +547,6 @@ def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
         Dropped: The setting does not allow the list.
     """
     return {here[0]: fitted(here[0], value if isinstance(value, list) else [str(value)])}, ""
-
-
-def router_loss(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops the auxiliary loss: always raises `Dropped`, because TRL applies it only with `output_router_logits`."""
-    raise Dropped("TRL applies it only where output_router_logits is on; give policy.moe.aux_loss for it")
 
 
 def trl_importance(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
