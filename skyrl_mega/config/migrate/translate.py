@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -10,19 +9,17 @@ from typing import Any
 
 from skyrl_mega.common.values import shown
 from skyrl_mega.config import verbatim
-from skyrl_mega.config.keys import keys
 from skyrl_mega.config.migrate import data_sets, figures, kl
 from skyrl_mega.config.migrate.account import AccountRow, Migration
 from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
 from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.read import FILE_OPTIONS
-from skyrl_mega.config.migrate.rules import Conversion, conversion, needs_look, rules
+from skyrl_mega.config.migrate.rules import Conversion, conversion, needs_look
+from skyrl_mega.config.migrate.state import KEEP, TranslationState, shorter
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Counterpart, programs
 
-KEEP = "residency.keep"
-"""Our setting changed by several switches of other programs; every switch may remove parts from the list."""
 NOT_NEEDED = "nothing here needs it; leave it out"
 
 
@@ -44,8 +41,8 @@ def translate(reading: GivenSettings) -> Migration:
     return translator.migration
 
 
-class Translator:
-    """Translation in progress: implements `TranslationState` and translates settings by the tables.
+class Translator(TranslationState):
+    """Translation of settings by the tables.
 
     Args:
         reading: The input. Only the last value of a repeated key is translated; earlier values get a row `dropped`.
@@ -53,35 +50,8 @@ class Translator:
 
     def __init__(self, reading: GivenSettings) -> None:
         """Indexes the given settings by key."""
-        self.program, self.reading = reading.program, reading
-        self.table, self.rules = programs()[reading.program], rules(reading.program)
-        self.migration = Migration(reading.program, assumptions=list(reading.assumptions))
-        self.given: dict[str, Given] = {}
-        for given in reading.settings:
-            if given.key in self.given:
-                why = f"given again: {shown(given.value)} holds"
-                self._row("dropped", given.key, self.given[given.key].value, why=why)
-            self.given[given.key] = given
-        self.origins: dict[str, tuple[str, bool]] = {}
-        """Our setting → the key that set it, and True if that key was given."""
-
-    def ours(self, key: str) -> Any:
-        """Returns the value of a setting of this project: translated so far, or our default; None for an unknown key.
-
-        Args:
-            key: Dotted key of this project.
-        """
-        return self.migration.settings.get(key, keys()[key].default if key in keys() else None)
-
-    def theirs(self, key: str) -> Any:
-        """Returns the value of a key of the other program: given, or the program's default; None without either.
-
-        A given value that could not be read without a shell or Python counts as not given.
-        """
-        if key in self.given and not self.given[key].unresolved:
-            return self.given[key].value
-        switch = self.rules.switches.get(key)
-        return self.rules.defaults.get(key, switch.default if switch else None)
+        super().__init__(reading)
+        self.table = programs()[reading.program]
 
     def translate_given(self, contextual: bool) -> None:
         """Translates given settings, and adds a row of the account for each. Call first with False, then with True.
@@ -94,8 +64,8 @@ class Translator:
         """
         for given in sorted(self.given.values(), key=lambda given: self._order(given.key)):
             entry = lookup.find(self.table, given.key)
-            if self._contextual(given.key, given.value, entry) == contextual:
-                self._translate(given, entry)
+            if self._contextual(given.key, given.value, entry) == contextual and (row := self._row(given, entry)):
+                self.migration.rows.append(row)
 
     def translate_defaults(self, contextual: bool) -> None:
         """Translates the other program's defaults of keys not given; a default equal to ours adds no setting.
@@ -110,26 +80,25 @@ class Translator:
                 continue
             if self._turned_off(key):
                 continue
+            origin = f"{self.program}'s default {key}={shown(value)}"
             try:
                 ours, why = self._converted(key, value, entry)
             except Dropped as reason:
                 if "policy.optimizer.schedule" in entry.here:
                     self.migration.assumptions.append(
-                        f"{self.program}'s default {key}={shown(value)} is left out, so the learning rate stays "
-                        f"constant: {reason}"
+                        f"{origin} is left out, so the learning rate stays constant: {reason}"
                     )
                 continue
             new: Settings = {name: v for name, v in ours.items() if self._is_news(name, v)}
-            origin = f"{self.program}'s default {key}={shown(value)}"
-            self._place(origin, new, given=False)
+            self.place(origin, new, given=False)
             if new:
-                self._row("added", origin, None, new, why)
+                self.migration.rows.append(AccountRow("added", origin, None, new, why))
 
     def _is_news(self, key: str, value: Any) -> bool:
         """True if a default of the program changes our settings."""
         settings = self.migration.settings
         if key == KEEP and key in settings:
-            return _shorter(settings[key], value) != settings[key]
+            return shorter(settings[key], value) != settings[key]
         return key not in settings and self.ours(key) != value
 
     def add_fixed(self) -> None:
@@ -140,23 +109,6 @@ class Translator:
         if not self.ours("policy.optimizer.warmup_steps"):
             fixed.pop("policy.optimizer.warmup_from_zero", None)
         self.migration.add(f"as {self.program} always does", fixed)
-
-    def consume(self, key: str, kind: str, ours: Mapping[str, Any], why: str = "") -> None:
-        """Sets our settings for a given key, and adds the key's row to the account; does nothing if it is not given.
-
-        For keys with a translation from several settings, beside the table. Settings made by another given key stay.
-
-        Args:
-            key: Key of the other program.
-            kind: Outcome, from `account.KINDS`.
-            ours: Settings of this project with values.
-            why: Reason for the account.
-        """
-        if key in self.given:
-            rows = self.migration.rows  # a key outside of the table was called unknown before
-            rows[:] = [row for row in rows if (row.kind, row.theirs) != ("unknown", key)]
-            self._place(key, dict(ours), given=True)
-            self._row(kind, key, self.given[key].value, ours, why)
 
     def order_rows(self) -> None:
         """Sorts the rows of the account in place: given settings in their order, then added settings.
@@ -175,51 +127,49 @@ class Translator:
         names = [KEEP] if KEEP in row.ours else [*entry.here] if entry else []
         return replace(row, ours={**row.ours, **{n: self.ours(n) for n in names if n in self.migration.settings}})
 
-    def _translate(self, given: Given, entry: Counterpart | None) -> None:
+    def _row(self, given: Given, entry: Counterpart | None) -> AccountRow | None:
+        """Translates a setting, and returns its row of the account; None for a setting with the conversion `figures`,
+        which `figures.py` and `data_sets.py` account for."""
+
+        def dropped(why: str, *, look: bool = False) -> AccountRow:
+            return AccountRow("dropped", given.key, given.value, why=why, look=look)
+
         if entry is None:
-            self._row("unknown", given.key, given.value, why=self._unknown(given), look=True)
-            return
+            return AccountRow("unknown", given.key, given.value, why=self._unknown(given), look=True)
         if not entry.here and not entry.values:
-            equal = isinstance(given.value, str) and entry.note.startswith(f"the column is `{given.value}`;")
-            why = f"the column is `{given.value}` here too" if equal else entry.note
-            self._row(
-                "dropped", given.key, given.value, why=why, look=not equal and needs_look(entry.note, given.value)
-            )
-            return
+            if isinstance(given.value, str) and entry.note.startswith(f"the column is `{given.value}`;"):
+                return dropped(f"the column is `{given.value}` here too")
+            return dropped(entry.note, look=needs_look(entry.note, given.value))
         rule = conversion(self.program, given.key, entry)
         if rule is not None and rule.name == "figures":
-            return  # figures.py and data_sets.py account for it
+            return None
         if given.unresolved:
             instead = f"give {entry.here[0].partition('=')[0]}" if entry.here else entry.note
-            self._row("dropped", given.key, given.value, why=f"{given.unresolved}; {instead}", look=True)
-            return
+            return dropped(f"{given.unresolved}; {instead}", look=True)
         if off := self._turned_off(given.key):
-            self._row("dropped", given.key, given.value, why=off)
-            return
+            return dropped(off)
         try:
             ours, why = self._converted(given.key, given.value, entry)
         except Dropped as reason:
             names = [name.partition("=")[0] for name in entry.here]
             decided = bool(names) and all(self.origins.get(name, ("", False))[1] for name in names)
             look = not decided and (reason.look or (not str(reason) and needs_look(entry.note, given.value)))
-            self._row("dropped", given.key, given.value, why=str(reason) or entry.note or NOT_NEEDED, look=look)
-            return
+            return dropped(str(reason) or entry.note or NOT_NEEDED, look=look)
         taken = [*ours.values()] in ([given.value], [[given.value]])
-        conflict = self._place(given.key, ours, given=True)
+        conflict = self.place(given.key, ours, given=True)
         if ours and not set(ours) - set(conflict):
-            why = "; ".join(f"{key} is {shown(self.ours(key))}, from {self.origins[key][0]}" for key in conflict)
-            self._row("dropped", given.key, given.value, why=why)
-            return
+            return dropped(
+                "; ".join(f"{key} is {shown(self.ours(key))}, from {self.origins[key][0]}" for key in conflict)
+            )
         held = {key: self.ours(key) for key in ours if key not in conflict}
         kind = "taken" if taken and held == ours else "changed"
-        self._row(kind, given.key, given.value, held, why or (entry.note if kind == "changed" else ""))
+        return AccountRow(kind, given.key, given.value, held, why or (entry.note if kind == "changed" else ""))
 
     def _converted(self, key: str, value: Any, entry: Counterpart) -> tuple[Settings, str]:
         """Returns our settings for a value, and the reason of a change; raises Dropped without a counterpart."""
-        text = value if isinstance(value, str) else shown(value)
-        if text in entry.values:
+        if (text := _text(value)) in entry.values:
             rule = conversion(self.program, key, entry, value, by_value=True)
-            return self._convert(rule, value, entry.values[text]) if rule else _assigned(entry.values[text], value)
+            return self._convert(rule, value, entry.values[text]) if rule else _assigned(entry.values[text])
         if value is False and "true" in entry.values:
             raise Dropped("off there, and off unless given")
         here = [name for name in entry.here if "=" not in name]
@@ -229,33 +179,17 @@ class Translator:
                 return self._convert(rule, value, entry)
             if value in (False, None):
                 raise Dropped("off there, and off unless given")
-            return _assigned(entry, value)
+            return _assigned(entry)
         if entry.values and not entry.here:
             raise Dropped("")
         rule = conversion(self.program, key, entry) or Conversion("same")
         ours, why = self._convert(rule, value, entry)
-        fixed, _ = _assigned(entry, value) if len(here) < len(entry.here) else ({}, "")
+        fixed, _ = _assigned(entry) if len(here) < len(entry.here) else ({}, "")
         return {**ours, **{name: v for name, v in fixed.items() if name not in ours}}, why
 
     def _convert(self, rule: Conversion, value: Any, entry: Counterpart) -> tuple[Settings, str]:
         here = [name.partition("=")[0] for name in entry.here]
-        ours, why = CONVERSIONS[rule.name](value, here, rule.argument, self)
-        return ours, why
-
-    def _place(self, origin: str, ours: Settings, *, given: bool) -> list[str]:
-        """Sets our settings; returns the settings that keep another value, from a key that was given before."""
-        kept = []
-        settings = self.migration.settings
-        for key, value in ours.items():
-            if key == KEEP and key in settings:
-                settings[key] = _shorter(settings[key], value)
-            elif key in settings and settings[key] != value and self.origins[key][1]:
-                kept.append(key)
-                continue
-            else:
-                settings[key] = value
-            self.origins[key] = (origin, given)
-        return kept
+        return CONVERSIONS[rule.name](value, here, rule.argument, self)
 
     def _turned_off(self, key: str) -> str:
         """Returns the reason why a key has no effect under its switches; empty if the key has an effect."""
@@ -290,24 +224,12 @@ class Translator:
             return given.unresolved
         return f"{given.unresolved}; {hint}" if given.unresolved else hint
 
-    def _row(
-        self,
-        kind: str,
-        theirs: str,
-        value: Any,
-        ours: Mapping[str, Any] | None = None,
-        why: str = "",
-        *,
-        look: bool = False,
-    ) -> None:
-        self.migration.rows.append(AccountRow(kind, theirs, value, dict(ours or {}), why, look))
-
 
 _first_name = cache(lookup.names)
 """Our setting → the key that names it first, by program."""
 
 
-def _assigned(entry: Counterpart, value: Any) -> tuple[Settings, str]:
+def _assigned(entry: Counterpart) -> tuple[Settings, str]:
     """Returns the settings of an entry with values: `algorithm.loss=ppo`; a setting without a value takes its own."""
     pairs = [_parsed(name) for name in entry.here if "=" in name]
     if not pairs and not entry.here:
@@ -320,14 +242,6 @@ def _parsed(assignment: str) -> tuple[str, Any]:
     """Returns key and value of `group.key=value`; Hydra's parser takes milliseconds."""
     override = verbatim.parse_override(assignment)
     return override.key_or_group, override.value()
-
-
-def _shorter(left: Sequence[str] | None, right: Sequence[str] | None) -> list[str] | None:
-    """Returns the parts that stay under both switches; null keeps all."""
-    if left is None or right is None:
-        kept = left if right is None else right
-        return None if kept is None else list(kept)
-    return [part for part in left if part in right]
 
 
 def _text(value: Any) -> str:
