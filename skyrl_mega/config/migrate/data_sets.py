@@ -12,6 +12,11 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
 """Graders of other programs with a mathematical comparison of the final answer."""
+FILES = (
+    ("data.train", "train.parquet", ("data.train_files", "--prompt-data", "dataset_name")),
+    ("data.eval", "test.parquet", ("data.val_files", "--eval-prompt-data")),
+)
+"""Our setting of data files, the file that `data.prepare` writes, and the other programs' keys."""
 
 
 def choose(t: TranslationState) -> None:
@@ -65,13 +70,7 @@ def _math(t: TranslationState, file: str) -> None:
     tests = t.migration.settings.get("data.eval") or []
     arguments = ["math", "--output", "${data.folder}", "--env", grader, "--train-file", file]
     arguments += ["--test-file", tests[0]] if tests else []
-    settings: dict[str, Any] = {"data.train": ["${data.folder}/train.parquet"]}
-    settings |= {"data.eval": ["${data.folder}/test.parquet"]} if tests else {}
-    why = "its rows are converted by data.prepare before the run"
-    for key in ("data.train_files", "--prompt-data", "dataset_name"):
-        _replace(t, key, {"data.train": settings["data.train"]}, why)
-    for key in ("data.val_files", "--eval-prompt-data"):
-        _replace(t, key, {"data.eval": settings.get("data.eval")}, why)
+    _replace_files(t, "its rows are converted by data.prepare before the run", with_tests=bool(tests))
     prepare = {"data.prepare": " ".join(arguments)}
     _replace(t, "--rm-type", prepare, f"environment {grader} grades (docs/math.md)")
     t.migration.add("data set: mathematics", {"data.folder": folder, **prepare}, "as configs/dapo.yaml")
@@ -85,19 +84,22 @@ def _math(t: TranslationState, file: str) -> None:
 
 def _gsm8k(t: TranslationState, file: str) -> None:
     """Adds the download of GSM8K and its environment."""
-    why = "the rows are downloaded and written by data.prepare before the run"
-    for key in ("data.train_files", "--prompt-data", "dataset_name"):
-        _replace(t, key, {"data.train": ["${data.folder}/train.parquet"]}, why)
-    for key in ("data.val_files", "--eval-prompt-data"):
-        _replace(t, key, {"data.eval": ["${data.folder}/test.parquet"]}, why)
+    _replace_files(t, "the rows are downloaded and written by data.prepare before the run")
     folder = posixpath.dirname(file) if "parquet" in file else "data/gsm8k"
     settings = {"data.folder": folder, "data.prepare": "gsm8k --output ${data.folder}", "environment.default": "gsm8k"}
     t.migration.add("data set: GSM8K", settings, "as configs/gsm8k.yaml")
 
 
+def _replace_files(t: TranslationState, why: str, *, with_tests: bool = True) -> None:
+    """Replaces the given files of training, and with `with_tests` of evaluation, by those of `data.prepare`."""
+    for setting, file, names in FILES[: 1 + with_tests]:
+        for key in names:
+            _replace(t, key, {setting: [f"${{data.folder}}/{file}"]}, why)
+
+
 def _replace(t: TranslationState, key: str, settings: dict[str, Any], why: str) -> None:
     """Replaces the row and the settings of a given key."""
-    if key in t.given and all(settings.values()):
+    if key in t.given:
         t.migration.rows = [row for row in t.migration.rows if row.theirs != key]
         for name in settings:
             t.migration.settings.pop(name, None)

@@ -16,8 +16,8 @@ class Term:
     """Key to turn the term on; equal to `coefficient` in a program without a switch."""
     coefficient: str
     """Key of the factor."""
-    keys: tuple[str, ...]
-    """Keys without a use in the other term."""
+    more: tuple[str, ...] = ()
+    """Further keys without a use in the other term."""
 
     def on(self, t: TranslationState) -> bool:
         """Returns True if the given settings turn the term on, with a coefficient other than 0 or an unknown one."""
@@ -25,34 +25,23 @@ class Term:
         return bool(t.theirs(self.switch)) and (unknown or t.theirs(self.coefficient) not in (None, 0))
 
 
-VERL, SKYRL = "actor_rollout_ref.actor", "trainer.algorithm"
+VERL, CONTROL, SKYRL = "actor_rollout_ref.actor", "algorithm.kl_ctrl", "trainer.algorithm"
 TERMS = {
     "verl": (
-        Term(
-            f"{VERL}.use_kl_loss",
-            f"{VERL}.kl_loss_coef",
-            (f"{VERL}.use_kl_loss", f"{VERL}.kl_loss_coef", f"{VERL}.kl_loss_type"),
-        ),
+        Term(f"{VERL}.use_kl_loss", f"{VERL}.kl_loss_coef", (f"{VERL}.kl_loss_coef", f"{VERL}.kl_loss_type")),
         Term(
             "algorithm.use_kl_in_reward",
-            "algorithm.kl_ctrl.kl_coef",
-            (
-                "algorithm.use_kl_in_reward",
-                "algorithm.kl_penalty",
-                "algorithm.kl_ctrl.kl_coef",
-                "algorithm.kl_ctrl.type",
-                "algorithm.kl_ctrl.target_kl",
-                "algorithm.kl_ctrl.horizon",
-            ),
+            f"{CONTROL}.kl_coef",
+            ("algorithm.kl_penalty", *(f"{CONTROL}.{name}" for name in ("kl_coef", "type", "target_kl", "horizon"))),
         ),
     ),
     "slime": (
-        Term("--use-kl-loss", "--kl-loss-coef", ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type")),
-        Term("--kl-coef", "--kl-coef", ("--kl-coef",)),
+        Term("--use-kl-loss", "--kl-loss-coef", ("--kl-loss-coef", "--kl-loss-type")),
+        Term("--kl-coef", "--kl-coef"),
     ),
     "SkyRL": (
-        Term(f"{SKYRL}.use_kl_loss", f"{SKYRL}.kl_loss_coef", (f"{SKYRL}.use_kl_loss",)),
-        Term(f"{SKYRL}.use_kl_in_reward", f"{SKYRL}.kl_loss_coef", (f"{SKYRL}.use_kl_in_reward",)),
+        Term(f"{SKYRL}.use_kl_loss", f"{SKYRL}.kl_loss_coef"),
+        Term(f"{SKYRL}.use_kl_in_reward", f"{SKYRL}.kl_loss_coef"),
     ),
 }
 """Program → (term in the loss, term in the reward)."""
@@ -67,5 +56,7 @@ def left_out(t: TranslationState, key: str) -> str:
         return ""
     if loss.on(t):
         why = f"a run has one KL term here: that of the loss is taken whole ({loss.switch}), this one is left out"
-        return why if key in reward.keys else ""
-    return f"off there; the KL term in the reward is taken ({reward.switch})" if key in loss.keys else ""
+        return why if key in (reward.switch, *reward.more) else ""
+    return (
+        f"off there; the KL term in the reward is taken ({reward.switch})" if key in (loss.switch, *loss.more) else ""
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ TRAINER_KEYWORDS = {"model": "model_name_or_path", "reward_funcs": "reward_funcs
 """Keyword of a trainer → the setting of the command line with the same meaning."""
 DATA_KEYWORDS = {"train_dataset": "dataset_name", "eval_dataset": "eval_dataset_name"}
 """Keyword of a trainer with a data set → the setting with the name of the data set."""
+ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Mult: operator.mul,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.FloorDiv: operator.floordiv,
+}
+"""Operations between known numbers that are computed."""
 
 
 def read(path: Path) -> tuple[list[Given], str]:
@@ -157,21 +165,10 @@ def _value(node: ast.expr, values: Mapping[str, ast.expr], depth: int) -> Any:
     """Returns the value of a literal, a name assigned once, or arithmetic on them; raises ValueError otherwise."""
     if isinstance(node, ast.Name) and node.id in values and depth < 10:
         return _value(values[node.id], values, depth + 1)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.FloorDiv):
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = _value(node.left, values, depth + 1), _value(node.right, values, depth + 1)
-        if (
-            type(left) in (int, float)
-            and type(right) in (int, float)
-            and (right or not isinstance(node.op, ast.FloorDiv))
-        ):
-            match node.op:
-                case ast.Mult():
-                    return left * right
-                case ast.Add():
-                    return left + right
-                case ast.Sub():
-                    return left - right
-            return left // right
+        if {type(left), type(right)} <= {int, float} and (right or not isinstance(node.op, ast.FloorDiv)):
+            return ARITHMETIC[type(node.op)](left, right)
         raise ValueError("no numbers")
     return ast.literal_eval(node)
 

@@ -3,6 +3,7 @@ skipped, and the variables set in loops become unknown."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
@@ -28,7 +29,7 @@ _READING = ("read", "mapfile", "readarray", "getopts")
 """Commands with variables as arguments, set from input."""
 _ASSIGNING = ("export", "declare", "local", "readonly", "typeset")
 _LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
-_COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "lt", "ge", "le")}
 
 
 @dataclass(frozen=True)
@@ -381,8 +382,7 @@ def _truth(words: list[Argument]) -> bool | None:
         case [left, "!=", right]:
             return left != right
         case [left, sign, right] if sign in _COMPARISONS and left.isdigit() and right.isdigit():
-            a, b = int(left), int(right)
-            return {"==": a == b, "!=": a != b, ">": a > b, "<": a < b, ">=": a >= b, "<=": a <= b}[_COMPARISONS[sign]]
+            return bool(_COMPARISONS[sign](int(left), int(right)))
     return None
 
 
