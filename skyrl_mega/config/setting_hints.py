@@ -21,11 +21,11 @@ _CONTEXT = (
 _NODES = "cluster.nodes is the number of nodes, and cluster.gpus_per_node that of one node's GPUs"
 
 _LAYOUT_NAMES = {
-    "tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
-    "pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
-    "virtual_pipeline": ("vpp", "vp", "virtual_pipeline_model_parallel_size"),
-    "expert": ("ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
-    "expert_tensor": ("etp", "expert_tensor_parallel_size"),
+    "tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "pipeline": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size",
+    "virtual_pipeline": "vpp vp virtual_pipeline_model_parallel_size",
+    "expert": "ep expert_parallel expert_parallel_size expert_model_parallel_size",
+    "expert_tensor": "etp expert_tensor_parallel_size",
 }
 """Sizes of `policy.layout` → other common names for each size."""
 _DATA = "the data parallel size follows: policy.ranks / (tensor · pipeline · context) of policy.layout"
@@ -40,6 +40,15 @@ _TIMES = (
 )
 
 
+_PARTS = "residency.keep lists the parts that stay on the GPU: [] offloads all in turn, null none"
+
+
+def _each(hint: str, names: str, *groups: str) -> dict[str, str]:
+    """Returns setting → hint, for the settings in `names` separated by spaces: complete names, or names in each of
+    `groups`."""
+    return {f"{group}.{name}".lstrip("."): hint for group in groups or ("",) for name in names.split()}
+
+
 def _optimizer(group: str) -> dict[str, str]:
     """Returns hints for megatron-core's optimizer names in an optimizer group."""
     streamed = _HOST.replace("policy.optimizer", group)
@@ -47,74 +56,49 @@ def _optimizer(group: str) -> dict[str, str]:
         f"{group}.moments=bfloat16, with {group}.beta1 and beta2 of at most 0.99, makes Adam's moments smaller "
         "(docs/residency.md)"
     )
-    of_host = ("optimizer_cpu_offload", "cpu_offload", "offload", "optimizer_offload")
-    small = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
-    return {f"{group}.{name}": streamed for name in of_host} | {f"{group}.{name}": moments for name in small}
+    return {
+        f"{group}.learning_rate": f"{group}.lr is the learning rate",
+        **_each(streamed, "optimizer_cpu_offload cpu_offload offload optimizer_offload", group),
+        **_each(moments, "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype", group),
+    }
+
+
+def _layout(group: str, setting: str) -> dict[str, str]:
+    """Returns hints for other names of a layout's sizes in a group; `setting` is the layout with these sizes."""
+    hints = (_each(f"{setting}.{size} is the setting of this size", n, group) for size, n in _LAYOUT_NAMES.items())
+    return {name: hint for each in hints for name, hint in each.items()}
 
 
 HINTS: Mapping[str, str] = {
-    "telemetry.profile.enabled": _STEPS,
-    "telemetry.profile.enable": _STEPS,
-    "policy.precision.enabled": _FP8,
-    "policy.precision.param_gather": _GATHERED,
-    "policy.precision.fp8_param_gather": _GATHERED,
-    "policy.precision.fp8_param": _GATHERED,
-    "policy.fp8": _FP8,
-    "policy.fp8_param": _GATHERED,
-    "policy.fp8_param_gather": _GATHERED,
-    "fp8_param_gather": _GATHERED,
-    "fp8_param": _GATHERED,
-    "rollout.quantization": _SERVED,
-    "policy.generation.vllm_cfg.precision": _SERVED,
-    "policy.optimizer.learning_rate": "policy.optimizer.lr is the learning rate",
-    "critic.optimizer.learning_rate": "critic.optimizer.lr is the learning rate",
-    "policy.gradient_checkpointing": _AGAIN,
-    "policy.activation_checkpointing": _AGAIN,
-    "optimizer_cpu_offload": _HOST,
-    "policy.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload": _HOST,
-    "policy.megatron_cfg.fp8_cfg.fp8_param": _GATHERED,
-    "policy.megatron_cfg.fp8_cfg.enabled": _FP8,
-    "policy.megatron_cfg.fp8_cfg.fp8_recipe": _FP8,
-    "grpo.async_grpo.enabled": _AHEAD,
-    "grpo.async_grpo.max_trajectory_age_steps": _AGE,
-    "rollout.max_head_offpolicyness": _AGE,
-    "max_off_policy_steps": _AGE,
-    "orchestrator.max_off_policy_steps": _AGE,
+    **_each(_STEPS, "enabled enable", "telemetry.profile"),
+    **_each(_FP8, "policy.precision.enabled policy.fp8"),
+    **_each(_FP8, "enabled fp8_recipe", "policy.megatron_cfg.fp8_cfg"),
+    **_each(_GATHERED, "param_gather fp8_param_gather fp8_param", "policy.precision"),
+    **_each(_GATHERED, "policy.fp8_param policy.fp8_param_gather fp8_param_gather fp8_param"),
+    **_each(_GATHERED, "policy.megatron_cfg.fp8_cfg.fp8_param"),
+    **_each(_SERVED, "rollout.quantization policy.generation.vllm_cfg.precision"),
+    **_each(_AGAIN, "gradient_checkpointing activation_checkpointing", "policy"),
+    **_each(_AHEAD, "grpo.async_grpo.enabled"),
+    **_each(_AGE, "grpo.async_grpo.max_trajectory_age_steps rollout.max_head_offpolicyness max_off_policy_steps"),
+    **_each(_AGE, "orchestrator.max_off_policy_steps"),
     **_optimizer("policy.optimizer"),
     **_optimizer("critic.optimizer"),
-    "policy.optimizer_cpu_offload": _HOST,
-    "policy.optimizer_offload": _HOST,
-    "policy.activation_offload": _OFFLOAD,
-    "policy.offload_activations": _OFFLOAD,
-    "policy.fine_grained_activation_offloading": _OFFLOAD,
-    "policy.cpu_offloading": _OFFLOAD,
-    "policy.cpu_offloading_num_layers": _OFFLOAD,
-    "residency.activations": _OFFLOAD,
-    "policy.enable_activation_offload": _OFFLOAD,
-    **{f"policy.layout.{name}": _CONTEXT for name in ("cp", "ulysses", "sequence", "sequence_parallel")},
-    **{f"policy.{name}": _CONTEXT for name in ("context_parallel_size", "sequence_parallel_size", "ulysses")},
-    **{
-        f"{group}.{name}": f"{group if '.' in group else 'policy.layout'}.{size} is the setting of this size"
-        for group in ("policy", "policy.layout", "critic.layout", "reference.layout")
-        for size, names in _LAYOUT_NAMES.items()
-        for name in names
-    },
-    **{
-        f"{group}.{name}": _DATA
-        for group in ("policy", "policy.layout")
-        for name in ("dp", "data", "data_parallel", "data_parallel_size")
-    },
-    "policy.cp": _CONTEXT,
-    "rollout.tp": "rollout.tensor is the tensor parallel size of an engine",
-    **{f"cluster.{name}": _NODES for name in ("gpus", "num_gpus", "num_nodes", "nnodes", "n_nodes")},
-    **{
-        f"{group}.{name}": _TIMES
-        for group in ("environment", "rollout")
-        for name in ("deadline", "deadline_s", "time_limit", "time_limit_s", "timeout", "timeout_s")
-    },
-    **{f"environment.{name}": _TIMES for name in ("env_timeout_s", "step_timeout_s", "trajectory_timeout_s")},
-    "policy.offload_optimizer": _HOST,
+    **_each(_HOST, "optimizer_cpu_offload optimizer_offload offload_optimizer", "policy"),
+    **_each(_HOST, "optimizer_cpu_offload policy.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload"),
+    **_each(_OFFLOAD, "activation_offload offload_activations enable_activation_offload", "policy"),
+    **_each(_OFFLOAD, "fine_grained_activation_offloading cpu_offloading cpu_offloading_num_layers", "policy"),
+    **_each(_OFFLOAD, "residency.activations"),
+    **_each(_CONTEXT, "cp ulysses sequence sequence_parallel", "policy.layout"),
+    **_each(_CONTEXT, "cp ulysses context_parallel_size sequence_parallel_size", "policy"),
+    **_layout("policy", "policy.layout"),
+    **_layout("policy.layout", "policy.layout"),
+    **_layout("critic.layout", "critic.layout"),
+    **_layout("reference.layout", "reference.layout"),
+    **_each(_DATA, "dp data data_parallel data_parallel_size", "policy", "policy.layout"),
+    **_each("rollout.tensor is the tensor parallel size of an engine", "rollout.tp"),
+    **_each(_NODES, "gpus num_gpus num_nodes nnodes n_nodes", "cluster"),
+    **_each(_TIMES, "deadline deadline_s time_limit time_limit_s timeout timeout_s", "environment", "rollout"),
+    **_each(_TIMES, "env_timeout_s step_timeout_s trajectory_timeout_s", "environment"),
+    **_each(_PARTS, "enabled offload", "residency"),
     "residency.offload_optimizer": "residency.keep without optimizer keeps its state in host memory while engines work",
-    "residency.enabled": "residency.keep lists the parts that stay on the GPU: [] offloads all in turn, null none",
-    "residency.offload": "residency.keep lists the parts that stay on the GPU: [] offloads all in turn, null none",
 }
