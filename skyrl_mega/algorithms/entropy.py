@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_mega.config.schema import EntropyConfig
+from skyrl_mega.config.schema.entropy import EntropyConfig
 
 
 class EntropyCoefficient:

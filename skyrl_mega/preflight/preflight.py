@@ -15,7 +15,8 @@ from skyrl_mega.cluster.calls import describe
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.nodes import missing_kind, worker_nodes
 from skyrl_mega.config.pools import engine_cluster, label_of, labelled_nodes, total_nodes
-from skyrl_mega.config.schema import Config, TopologyConfig
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.cluster import TopologyConfig
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.host_memory import disk

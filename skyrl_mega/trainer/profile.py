@@ -10,7 +10,7 @@ from pathlib import Path
 from skyrl_mega.cluster.calls import gather, settle
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.config.schema import ProfileConfig
+from skyrl_mega.config.schema.run import ProfileConfig
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, Span, TraceWriter
 from skyrl_mega.trainer.step import Step

@@ -9,7 +9,8 @@ import torch
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.losses import LOSSES, Figures, find
-from skyrl_mega.config.schema import AlgorithmConfig, EntropyConfig
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.entropy import EntropyConfig
 from tests.algorithms.answers import packed, some_answers
 
 

@@ -20,7 +20,8 @@ from skyrl_mega.algorithms.advantages import (
 )
 from skyrl_mega.algorithms.advantages.gae import gae
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.schema import AlgorithmConfig, GaeConfig
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.critic import GaeConfig
 
 
 def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
 from skyrl_mega.algorithms.token_weights import token_weights
-from skyrl_mega.config.schema import AlgorithmConfig, GspoConfig
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.losses import GspoConfig
 
 CONFIG = AlgorithmConfig(loss="gspo", gspo=GspoConfig(clip_low=0.05, clip_high=0.1))
 

@@ -18,13 +18,13 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,
-    EntropyConfig,
     KlConfig,
     MoeConfig,
     OverlongConfig,
     RejectionConfig,
     RolloutConfig,
 )
+from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.objectives import objective
 from skyrl_mega.megatron.packing import pack

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.kl import kl
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.config.schema import AlgorithmConfig, CispoConfig, GmpoConfig, KlConfig, SapoConfig
+from skyrl_mega.config.schema import AlgorithmConfig, KlConfig
+from skyrl_mega.config.schema.losses import CispoConfig, GmpoConfig, SapoConfig
 from tests.algorithms.answers import Answer, packed
 
 CONFIGS = {

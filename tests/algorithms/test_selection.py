@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from skyrl_mega.algorithms import selection
 from skyrl_mega.algorithms.losses import Figures, find
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
-from skyrl_mega.config.schema import AlgorithmConfig, ClipCovConfig, EntropyConfig, KlCovConfig
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.entropy import EntropyConfig
+from skyrl_mega.config.schema.losses import ClipCovConfig, KlCovConfig
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.algorithms.answers import packed, some_answers
 

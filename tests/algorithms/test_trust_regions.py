@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import find
-from skyrl_mega.config.schema import AlgorithmConfig, DppoConfig, DroConfig
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.losses import DppoConfig, DroConfig
 from tests.algorithms.answers import Answer, packed, some_answers
 
 CONFIG = AlgorithmConfig(

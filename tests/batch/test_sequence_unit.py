@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
+from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig, RejectionConfig
+from skyrl_mega.config.schema.losses import GmpoConfig, GspoConfig
 from skyrl_mega.megatron.micro_batches import split_micro_batches
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.rollout.agent.renderer import Renderer

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyrl_mega.algorithms.losses import LossInputs, find
 from skyrl_mega.batch.make_batch import Batch
-from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig, RolloutConfig
+from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, OverlongConfig, RolloutConfig
+from skyrl_mega.config.schema.losses import GspoConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack

@@ -18,19 +18,14 @@ from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_sele
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     BuildConfig,
-    CispoConfig,
-    ClipCovConfig,
-    DppoConfig,
-    EntropyConfig,
-    GmpoConfig,
-    GspoConfig,
     KlConfig,
-    KlCovConfig,
     MoeConfig,
     OptimizerConfig,
     PolicyConfig,
     RejectionConfig,
 )
+from skyrl_mega.config.schema.entropy import EntropyConfig
+from skyrl_mega.config.schema.losses import CispoConfig, ClipCovConfig, DppoConfig, GmpoConfig, GspoConfig, KlCovConfig
 from skyrl_mega.megatron import objectives
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.balance import balance

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from skyrl_mega.cli.preflight import main
 from skyrl_mega.cli.train import main as launch
-from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig, TopologyConfig
+from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig
+from skyrl_mega.config.schema.cluster import TopologyConfig
 from skyrl_mega.config.schema.pools import PoolConfig, PoolsConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions

@@ -14,7 +14,8 @@ import pytest
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.config.schema import Config, FilesConfig, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.config.schema.weights import FilesConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment

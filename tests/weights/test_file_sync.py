@@ -16,7 +16,8 @@ from skyrl_mega.cluster.calls import Outcomes
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.schema import BuildConfig, Config, FilesConfig, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.config.schema import BuildConfig, Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.config.schema.weights import FilesConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.box import Box, Piece, Shard

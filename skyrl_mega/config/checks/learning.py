@@ -6,7 +6,8 @@ from dataclasses import fields
 
 from skyrl_mega.config.derived import has_critic, response_limit
 from skyrl_mega.config.refusals import raising
-from skyrl_mega.config.schema import AlgorithmConfig, Config, CriticConfig, GaeConfig
+from skyrl_mega.config.schema import AlgorithmConfig, Config, CriticConfig
+from skyrl_mega.config.schema.critic import GaeConfig
 from skyrl_mega.config.schema.fields import Refusal, Refusals
 
 CORRECTION = "algorithm.importance_cap=2"

@@ -1,7 +1,8 @@
 """Schema of a run's configuration: dataclasses with the manual in their field docstrings.
 
 `Config` is the root; each file holds the groups of a subject. `one_of`, `between` and `at_least` store the allowed
-values of a field in its metadata, for `config/keys.py`. Nothing here imports torch, ray or vllm.
+values of a field in its metadata, for `config/keys.py`. Groups that few files use are imported from their own file
+(`schema.losses.GspoConfig`). Nothing here imports torch, ray or vllm.
 """
 
 from __future__ import annotations
@@ -10,82 +11,49 @@ from dataclasses import dataclass, field
 
 from skyrl_mega.config.schema.algorithm import AlgorithmConfig, KlConfig
 from skyrl_mega.config.schema.asynchrony import AsynchronyConfig
-from skyrl_mega.config.schema.cluster import ClusterConfig, RatesConfig, TopologyConfig
+from skyrl_mega.config.schema.cluster import ClusterConfig
 from skyrl_mega.config.schema.corrections import RejectionConfig
-from skyrl_mega.config.schema.critic import CriticConfig, GaeConfig
+from skyrl_mega.config.schema.critic import CriticConfig
 from skyrl_mega.config.schema.data import DataConfig, WarmupConfig
-from skyrl_mega.config.schema.drafts import DraftsConfig
-from skyrl_mega.config.schema.elastic import ElasticConfig
-from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.config.schema.environment import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.config.schema.evaluation import EvaluationConfig
-from skyrl_mega.config.schema.health import HealthConfig, MismatchConfig
-from skyrl_mega.config.schema.losses import (
-    CispoConfig,
-    ClipCovConfig,
-    DppoConfig,
-    DroConfig,
-    GmpoConfig,
-    GspoConfig,
-    KlCovConfig,
-    SapoConfig,
-)
+from skyrl_mega.config.schema.health import HealthConfig
 from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from skyrl_mega.config.schema.precision import PrecisionConfig
 from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
-from skyrl_mega.config.schema.run import CheckpointConfig, ProfileConfig, RunConfig, TelemetryConfig
+from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
-from skyrl_mega.config.schema.weights import FilesConfig, WeightsConfig
+from skyrl_mega.config.schema.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
     "AsynchronyConfig",
     "BuildConfig",
     "CheckpointConfig",
-    "CispoConfig",
-    "ClipCovConfig",
     "ClusterConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
-    "DppoConfig",
-    "DraftsConfig",
-    "DroConfig",
     "DynamicSamplingConfig",
-    "ElasticConfig",
-    "EntropyConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
-    "FilesConfig",
-    "GaeConfig",
-    "GmpoConfig",
-    "GspoConfig",
-    "HealthConfig",
     "KlConfig",
-    "KlCovConfig",
     "LayoutConfig",
-    "MismatchConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
     "OverlongConfig",
     "PolicyConfig",
     "PrecisionConfig",
-    "ProfileConfig",
-    "RatesConfig",
     "ReferenceConfig",
     "RejectionConfig",
-    "ResidencyConfig",
     "RetrieverConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
-    "SapoConfig",
     "TelemetryConfig",
-    "TopologyConfig",
-    "WarmupConfig",
     "WeightsConfig",
 ]
 
