@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.agent import AgentEnv
 
 
-def check_agents(config: Config, names: Iterable[str]) -> None:
+@raising
+def check_agents(config: Config, names: Iterable[str]) -> Refusals:
     """Rejects settings under which environments of agents (`envs.agent`) cannot run.
 
     Args:
@@ -29,20 +31,16 @@ def check_agents(config: Config, names: Iterable[str]) -> None:
             continue
         why = f"environment {name} runs an agent"
         if rollout.generator is not None:
-            text = f"{why}, which asks the policy itself"
-            raise UserError(text, key="rollout.generator", value=rollout.generator, fix="give rollout.generator=null")
+            yield "rollout.generator", f"{why}, which asks the policy itself", "give rollout.generator=null"
         if rollout.step_wise == "off":
             text = f"{why}, whose requests may branch, so that a trajectory is no single sequence"
-            raise UserError(text, key="rollout.step_wise", value="off", fix="give rollout.step_wise=merged")
+            yield "rollout.step_wise", text, "give rollout.step_wise=merged"
         if rollout.conversation == "one_message":
             text = f"{why}, whose requests are messages of their own"
-            fix = "give rollout.conversation=messages"
-            raise UserError(text, key="rollout.conversation", value="one_message", fix=fix)
+            yield "rollout.conversation", text, "give rollout.conversation=messages"
         if config.run.deterministic:
-            text = f"{why}, which decides when it asks the policy"
-            raise UserError(text, key="run.deterministic", value="true", fix="give run.deterministic=false")
+            yield "run.deterministic", f"{why}, which decides when it asks the policy", "give run.deterministic=false"
         options = registry.check_options(name, environments)
         if rollout.trajectory_timeout_s is None and cls.longest_run_s(options) is None:
-            text = f"{why}, which nothing would end"
             fix = "give seconds, such as rollout.trajectory_timeout_s=600"
-            raise UserError(text, key="rollout.trajectory_timeout_s", value="null", fix=fix)
+            yield "rollout.trajectory_timeout_s", f"{why}, which nothing would end", fix

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_mega.common.errors import UserError
-from skyrl_mega.common.values import shown
 from skyrl_mega.config.derived import MOE_FUSIONS
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.dims import ParallelDims
 
 
-def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
+@raising
+def check_experts(config: Config, hf: Mapping[str, Any]) -> Refusals:
     """Rejects settings for experts (router replay, expert fusions, the deepep dispatcher) if the model is dense. Does
     nothing for a model with experts.
 
@@ -26,24 +27,16 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
         return
     reason = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
     if moe.replay != "off":
-        raise UserError(f"{reason} there are no routes; give off", key="policy.moe.replay", value=moe.replay)
+        yield "policy.moe.replay", f"{reason} there are no routes; give off"
     if moe.dispatcher == "deepep":
-        raise UserError(
-            f"{reason} no token is sent to any",
-            key="policy.moe.dispatcher",
-            value="deepep",
-            fix="give policy.moe.dispatcher=alltoall",
-        )
+        yield "policy.moe.dispatcher", f"{reason} no token is sent to any", "give policy.moe.dispatcher=alltoall"
     if unused := [name for name in fusions if name in MOE_FUSIONS]:
-        raise UserError(
-            f"{reason} {' and '.join(unused)} would do nothing; allowed there are rope and "
-            "swiglu, or null for all that the model has",
-            key="policy.fusions",
-            value=shown(fusions),
-        )
+        why = f"{reason} {' and '.join(unused)} would do nothing"
+        yield "policy.fusions", f"{why}; allowed there are rope and swiglu, or null for all that the model has"
 
 
-def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
+@raising
+def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> Refusals:
     """Rejects the deepep dispatcher if the experts of some model are not spread over ranks.
 
     Args:
@@ -55,10 +48,6 @@ def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
     """
     for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
         if grid.expert * grid.expert_tensor == 1:
-            raise UserError(
-                f"{key}.expert = 1 and expert_tensor = 1 put all experts on every rank, so the dispatcher has no token "
-                "to send",
-                key="policy.moe.dispatcher",
-                value="deepep",
-                fix=f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1",
-            )
+            why = f"{key}.expert = 1 and expert_tensor = 1 put all experts on every rank"
+            fix = f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1"
+            yield "policy.moe.dispatcher", f"{why}, so the dispatcher has no token to send", fix

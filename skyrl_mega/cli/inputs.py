@@ -13,7 +13,9 @@ from skyrl_mega.cli.experts import check_experts
 from skyrl_mega.cli.layout_checks import check_layouts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.external.open import check_servers
 from skyrl_mega.envs import registry
@@ -220,19 +222,17 @@ def _check_preparation(config: Config) -> None:
             raise UserError(error, key="data.prepare") from error
 
 
-def _check_waits(config: Config) -> None:
+@raising
+def _check_waits(config: Config) -> Refusals:
     """Raises a UserError if an environment's internal time limits allow a step as long as `rollout.env_timeout_s`,
     which would void the trajectory."""
     for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default_name])]):
         longest = getattr(registry.resolve(name, config.environment), "longest_step_s", None)
         seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
         if seconds >= config.rollout.env_timeout_s:
-            raise UserError(
-                f"a step of environment {name} may take {seconds:g} s by its own time limits; "
-                f"allowed is more than that, or lower environment.options.{name}'s timeouts",
-                key="rollout.env_timeout_s",
-                value=f"{config.rollout.env_timeout_s:g}",
-            )
+            why = f"a step of environment {name} may take {seconds:g} s by its own time limits"
+            fix = f"allowed is more than that, or lower environment.options.{name}'s timeouts"
+            yield "rollout.env_timeout_s", why, fix
 
 
 def _known(path: Path) -> Mapping[str, Any]:
@@ -301,7 +301,8 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
-def check_rewriting(config: Config) -> None:
+@raising
+def check_rewriting(config: Config) -> Refusals:
     """Rejects environments that replace earlier messages (`rewrites_history`) if `rollout.step_wise` is off; otherwise
     does nothing. Checks `environment.classes` and `environment.default_name`, not other names in the data.
 
@@ -309,16 +310,12 @@ def check_rewriting(config: Config) -> None:
         UserError: A trajectory of such an environment would be no single sequence of tokens, or an environment cannot
             be found or imported.
     """
+    if config.rollout.step_wise != "off":
+        return
     for name in filter(None, [*config.environment.classes, config.environment.default_name]):
-        if config.rollout.step_wise == "off" and getattr(
-            registry.resolve(name, config.environment), "rewrites_history", False
-        ):
-            raise UserError(
-                f"environment {name} rewrites the conversation between turns, so that a "
-                "trajectory is no single sequence; allowed is turns or merged",
-                key="rollout.step_wise",
-                value="off",
-            )
+        if getattr(registry.resolve(name, config.environment), "rewrites_history", False):
+            why = f"environment {name} rewrites the conversation between turns, so that a trajectory is no single"
+            yield "rollout.step_wise", f"{why} sequence; allowed is turns or merged"
 
 
 def data_files(config: Config) -> list[str]:

@@ -19,7 +19,9 @@ from skyrl_mega.config.derived import (
     planned_device,
 )
 from skyrl_mega.config.precision import needs
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
@@ -97,7 +99,8 @@ def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, k
     fp8_blocks.check(config, decoder, layout)
 
 
-def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
+@raising
+def _check_overrides(config: Config, hf: Mapping[str, Any]) -> Refusals:
     """Refuses values of config.json with which engines could compute another model than the policy, such as other
     routes or a sliding window: every value that is not the one of config.json, but for `FREE` and `NAMES`."""
     overrides = config.rollout.options.get("hf_overrides")
@@ -107,39 +110,30 @@ def _check_overrides(config: Config, hf: Mapping[str, Any]) -> None:
     for key, value in overrides.items() if isinstance(overrides, Mapping) else ():
         if key in FREE or (key in needed and value == needed[key]) or (key in NAMES and _describes(hf, key, value)):
             continue
-        raise UserError(
-            "engines would compute another model than the policy, which reads config.json alone",
-            key=f"rollout.options.hf_overrides.{key}",
-            value=shown(value),
-            fix="leave it out, or change config.json of model.path",
-        )
+        why = "engines would compute another model than the policy, which reads config.json alone"
+        fix = "leave it out, or change config.json of model.path"
+        yield f"rollout.options.hf_overrides.{key}", why, fix, shown(value)
 
 
-def _check_caches(config: Config, decoder: Decoder) -> None:
+@raising
+def _check_caches(config: Config, decoder: Decoder) -> Refusals:
     """Refuses `CACHE_OPTIONS` for a model that has layers with sliding windows or states, which are planned as such."""
     cut = EngineCut.of(config.rollout)
     bounded = any(block.kv_window() is not None or block.state_bytes(cut, 1) for block in decoder.blocks)
     for option in CACHE_OPTIONS:
         if bounded and config.rollout.options.get(option):
-            raise UserError(
-                "the model has layers with sliding windows or states, whose bounded size vLLM would give up",
-                key=f"rollout.options.{option}",
-                value=shown(config.rollout.options[option]),
-                fix="leave it out",
-            )
+            why = "the model has layers with sliding windows or states, whose bounded size vLLM would give up"
+            yield f"rollout.options.{option}", why, "leave it out"
 
 
-def _check_all_to_all(config: Config, decoder: Decoder) -> None:
+@raising
+def _check_all_to_all(config: Config, decoder: Decoder) -> Refusals:
     """Refuses `CUT_SHARED` for replicas of a model whose shared experts are planned whole in every worker."""
     chosen, shared = config.rollout.options.get("all2all_backend"), decoder.experts and decoder.experts.shared
     replicas = config.rollout.tensor > 1 and engine_data(config.rollout) > 1 and expert_parallel(config.rollout)
     if chosen in CUT_SHARED and replicas and shared and shared.engine_whole:
-        raise UserError(
-            "vLLM then cuts the shared experts, which are planned and sent whole",
-            key="rollout.options.all2all_backend",
-            value=shown(chosen),
-            fix="leave it out",
-        )
+        why = "vLLM then cuts the shared experts, which are planned and sent whole"
+        yield "rollout.options.all2all_backend", why, "leave it out"
 
 
 def _describes(hf: Mapping[str, Any], key: str, value: Any) -> bool:

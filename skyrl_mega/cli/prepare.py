@@ -10,11 +10,13 @@ from pathlib import Path
 
 from skyrl_mega.cli.inputs import check_data, data_files, environment_names
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.checks.devices import check_gpus
+from skyrl_mega.config.checks.devices import check_gpus, check_spec
 from skyrl_mega.config.checks.policy import check_speed
 from skyrl_mega.config.pools import total_nodes
 from skyrl_mega.config.precision import check_precision
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.envs import registry
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.telemetry.console import Console
@@ -127,7 +129,8 @@ def with_device(config: Config, training: bool = True) -> Config:
     check_vllm(device)
     if training:
         check_precision(decided)
-        _check_spec(decided)
+        check_spec(decided)
+        _check_packages(decided)
         check_speed(decided)
     return decided
 
@@ -152,29 +155,18 @@ def check_vllm(device: str) -> None:
         )
 
 
-def _check_spec(config: Config) -> None:
-    """Checks that the policy's layers are available on the device. On a node without a GPU this is left to the ranks.
-
-    Raises:
-        UserError: The layers are not available.
-    """
+@raising
+def _check_packages(config: Config) -> Refusals:
+    """Raises a UserError if the policy's layers need packages that are not installed. On a node without a GPU this is
+    left to the ranks."""
     import torch
 
-    spec, device = config.policy.spec, config.cluster.device
-    if spec == "te" and device == "cpu":
-        raise UserError(
-            "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto",
-            key="policy.spec",
-            value="te",
-        )
     installed = {
         str(distribution.name).lower().replace("_", "-") for distribution in importlib.metadata.distributions()
     }
     missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
-    if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
-        raise UserError(
-            f"a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} are not installed here",
-            key="policy.spec",
-            value=spec,
-            fix="install them with `make cuda`, or give policy.spec=local, which trains without, slower",
-        )
+    spec = layer_spec(config.policy.spec, config.cluster.device)
+    if spec == "te" and torch.cuda.is_available() and missing:
+        why = f"a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} are not installed here"
+        fix = "install them with `make cuda`, or give policy.spec=local, which trains without, slower"
+        yield "policy.spec", why, fix

@@ -17,7 +17,9 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.command import DONE
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, micro_tokens, rates
 from skyrl_mega.planner.candidates import Change, ranked
@@ -55,19 +57,16 @@ def run(config: Config, args: argparse.Namespace) -> int:
     return DONE
 
 
-def check_playable(config: Config) -> None:
+@raising
+def check_playable(config: Config) -> Refusals:
     """Rejects settings not supported by the simulation.
 
     Raises:
         UserError: The advantage estimator needs greedy answers.
     """
     if config.algorithm.advantage_traits.greedy:
-        raise UserError(
-            "--simulate does not play the greedy answers that engines write beside the samples, "
-            "so its step would be too short; give another advantage to simulate with",
-            key="algorithm.advantage",
-            value=config.algorithm.advantage,
-        )
+        why = "--simulate does not play the greedy answers that engines write beside the samples"
+        yield "algorithm.advantage", f"{why}, so its step would be too short; give another advantage to simulate with"
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from skyrl_mega.cli.prepare import _check_spec
+from skyrl_mega.cli.prepare import _check_packages
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
@@ -43,7 +43,7 @@ def dapo(*settings: str) -> Config:
 def test_transformer_engine_is_allowed_on_cuda_and_refused_on_a_cpu_by_the_settings_alone() -> None:
     config = dapo("policy.spec=te")
     check(config, planned=True)
-    _check_spec(config)  # a driver without a GPU accepts; the ranks check
+    _check_packages(config)  # a driver without a GPU accepts; the ranks check
     with pytest.raises(UserError, match=r"^policy\.spec = te: .*cluster\.device is cpu"):
         check(compose(ROOT / "configs" / "quickstart.yaml", ["policy.spec=te"]))
 
