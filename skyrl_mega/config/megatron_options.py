@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
-from skyrl_mega.config.schema import CriticConfig, PolicyConfig
+from skyrl_mega.config.refusals import raising
+from skyrl_mega.config.schema import Config, CriticConfig, PolicyConfig
+from skyrl_mega.config.schema.fields import Refusal, Refusals, controlled
 
 MODEL = "another model.path: config.json decides it"
 FLOAT32 = "float32, which master weights and their gradients always are (docs/speed.md)"
@@ -129,21 +130,14 @@ def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterato
         yield f"{CRITIC}.options", critic.optimizer.options
 
 
-def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Checks the megatron-core options of policy and critic.
-
-    Raises:
-        UserError: An option is controlled by another setting or by the code (names the setting to use instead), or
-            options for recomputing activations contradict each other or `policy.recompute`.
-    """
-    for key, given in options(policy, critic):
-        for name in given:
-            if name in DENIED[key]:
-                instead = DENIED[key][name]
-                raise UserError(
-                    f"{key}.{name}: the run decides it; " + (f"use {instead}" if instead else "leave it out")
-                )
-    _check_recompute(policy)
+@raising
+def check(c: Config) -> Refusals:
+    """Raises a UserError for a megatron-core option of policy or critic that is controlled by another setting or by the
+    code (names the setting to use instead), and for options for recomputing activations that contradict each other or
+    `policy.recompute`."""
+    for key, given in options(c.policy, c.critic):
+        yield from controlled(key, given, DENIED[key])
+    yield from _recompute_refusals(c.policy)
 
 
 _RECOMPUTE_UNPLANNED = "the dry run plans policy.recompute=none, not what this saves and repeats"
@@ -164,41 +158,32 @@ def unplanned_notes(policy: PolicyConfig) -> list[str]:
     ]
 
 
-def _check_recompute(policy: PolicyConfig) -> None:
-    """Checks the recompute options: allowed only with `policy.recompute=none`, and only if megatron-core does not
-    ignore them; whole layers need `policy.recompute=full`."""
+def _recompute_refusals(policy: PolicyConfig) -> Refusals:
+    """Yields refusals of recompute options: allowed only with `policy.recompute=none`, and only if megatron-core does
+    not ignore them; whole layers need `policy.recompute=full`."""
     options = policy.options
     given = [name for name in _RECOMPUTE.split() if name in options]
     if given and policy.recompute != "none":
-        raise UserError(
-            f"policy.recompute={policy.recompute} decides it",
-            key=f"policy.options.{given[0]}",
-            fix="give policy.recompute=none beside it, which leaves the choice to policy.options, or leave it out",
-        )
+        why = f"policy.recompute={policy.recompute} decides it"
+        fix = "give policy.recompute=none beside it, which leaves the choice to policy.options, or leave it out"
+        yield f"policy.options.{given[0]}", why, fix, ""
     kind, method, layers = (options.get(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
     for name, needed in _REQUIRED_GRANULARITY.items():
         if options.get(name) is not None and kind != needed:
-            raise UserError(
-                f"megatron-core uses it only with recompute_granularity={needed}",
-                key=f"policy.options.{name}",
-                value=shown(options[name]),
-                fix=f"give policy.options.recompute_granularity={needed} beside it, or leave it out",
-            )
+            why = f"megatron-core uses it only with recompute_granularity={needed}"
+            fix = f"give policy.options.recompute_granularity={needed} beside it, or leave it out"
+            yield f"policy.options.{name}", why, fix
     if kind != "full":
         return
     if method in (None, "uniform") and layers in (None, 1):
-        raise UserError(
+        yield (
+            "policy.options.recompute_granularity",
             "the dry run would plan policy.recompute=none instead",
-            key="policy.options.recompute_granularity",
-            value="full",
-            fix="give policy.recompute=full and leave out the options recompute_*, or "
-            "recompute_method=block with recompute_num_layers for so many layers of a stage",
+            "give policy.recompute=full and leave out the options recompute_*, or recompute_method=block with "
+            "recompute_num_layers for so many layers of a stage",
         )
     for name, allowed in (("recompute_method", "block or uniform"), ("recompute_num_layers", "a number of layers")):
         if options.get(name) is None:
-            raise UserError(
-                f"recompute_granularity=full needs it; give {allowed}, or policy.recompute=full "
-                "and no options recompute_*",
-                key=f"policy.options.{name}",
-                settings=("policy.recompute",),
-            )
+            why = f"recompute_granularity=full needs it; give {allowed}, or policy.recompute=full"
+            key, problem = f"policy.options.{name}", f"{why} and no options recompute_*"
+            yield Refusal(key, problem, value="", settings=("policy.recompute",))

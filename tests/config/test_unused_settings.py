@@ -195,10 +195,11 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
         assert unplanned_notes(given(**{name: False})) == []
     (note,) = unplanned_notes(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
     assert note.startswith("policy.options.recompute_granularity = selective: the dry run plans policy.recompute=none")
-    check_options(given(recompute_granularity="full", recompute_method="block", recompute_num_layers=2))
-    check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4))
+    whole_layers = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for allowed in ({"recompute_method": "block", "recompute_num_layers": 2}, {"recompute_num_layers": 4}):
+        check_options(Config(policy=given(**{**whole_layers, **allowed})))
     with pytest.raises(UserError, match=r"give policy\.recompute=full"):
-        check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
+        check_options(Config(policy=given(**whole_layers, recompute_num_layers=1)))
 
 
 def test_an_evaluation_without_prompts() -> None:

@@ -63,7 +63,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     raise_first(config, config.policy.optimizer.refusals("policy.optimizer"))
     check_critic(config)
     raise_first(config, config.critic.optimizer.refusals("critic.optimizer"))
-    megatron_options.check(config.policy, config.critic)
+    megatron_options.check(config)
     raise_first(config, config.data.refusals())
     check_samples(config)
     raise_first(config, config.algorithm.refusals())

@@ -18,7 +18,7 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.endpoints import entries
-from skyrl_mega.config.schema.fields import Refusal, Refusals
+from skyrl_mega.config.schema.fields import Refusal, Refusals, controlled
 
 GROUP = "group"
 """Direct weight sync: `weights.transport` and `sync` of a server."""
@@ -113,9 +113,9 @@ def check_rollout(c: Config) -> Refusals:
     if c.model.build and c.model.build.max_length < length_limit(r):
         why = f"allowed is at least {length_limit(r)}, the longest sequence that rollout's limits allow"
         yield "model.build.max_length", why
-    yield from _controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
+    yield from controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
     yield from _layout_refusals(r.options)
-    yield from _controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
+    yield from controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
     for name in r.chat_template_options:
         if not isinstance(name, str) or not name.isidentifier():
             why = f"{shown(name)}: allowed is the name of a template's variable"
@@ -134,14 +134,6 @@ def _layout_refusals(options: Mapping[str, Any]) -> Refusals:
         if options.get(name):
             why = "vLLM would give a worker other experts than a weight sync's plan"
             yield f"rollout.options.{name}", why, "leave it out", ""
-
-
-def _controlled(key: str, options: Mapping[str, Any], controlled: Mapping[str, str | None]) -> Refusals:
-    """Yields options controlled by the run itself."""
-    for name in options:
-        if name in controlled:
-            fix = f"use {controlled[name]}" if controlled[name] else "leave it out"
-            yield f"{key}.{name}", "the run decides it", fix, ""
 
 
 @raising

@@ -5,7 +5,7 @@ Rules between the fields of a group are the group's method `refusals`; rules bet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,20 @@ def between(low: float, high: float, default: Any) -> Any:
 
 MOST = 100_000
 """Upper bound for numbers of processes, nodes or samples; no run needs more."""
+
+
+def controlled(key: str, given: Iterable[str], instead: Mapping[str, str | None]) -> Refusals:
+    """Yields a refusal for each given option that the run sets itself; nothing without any.
+
+    Args:
+        key: The setting with the options.
+        given: Names of the given options.
+        instead: Option that the run sets → the setting to use instead; None: no such setting.
+    """
+    for name in given:
+        if name in instead:
+            fix = f"use {instead[name]}" if instead[name] else "leave it out"
+            yield f"{key}.{name}", "the run decides it", fix, ""
 
 
 def duplicates(key: str, given: Sequence[str | int]) -> Refusals:
