@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -65,7 +66,7 @@ _Dumper.add_representer(list, _list)
 
 def as_text(migration: Migration) -> str:
     """Returns the account as text: assumptions, a table per kind of row, remaining defaults, and a summary."""
-    lines = [*_assumptions(migration)]
+    lines = [f"assumed: {line}" for line in migration.assumptions]
     for kind in KINDS:
         rows = [row for row in migration.rows if row.kind == kind]
         if rows:
@@ -102,15 +103,8 @@ def as_values(migration: Migration) -> dict[str, Any]:
     (rows by kind), `assumptions`, `to_add` (a list with a text if the reward is missing, else []) and `defaults`
     (`remaining`)."""
     rows = [
-        {
-            "kind": r.kind,
-            "theirs": r.theirs,
-            "value": masked(r.value, r.theirs),
-            "ours": masked(dict(r.ours)),
-            "why": r.why,
-            "look": r.look,
-        }
-        for r in migration.rows
+        {**asdict(row), "value": masked(row.value, row.theirs), "ours": masked(dict(row.ours))}
+        for row in migration.rows
     ]
     return {
         "program": migration.program,
@@ -145,10 +139,6 @@ def _unused(name: str, settings: Mapping[str, Any]) -> bool:
 def _remaining(migration: Migration) -> Iterator[str]:
     values = ", ".join(f"{key}={shown(value)}" for key, value in remaining(migration.settings).items())
     yield f"our defaults for the rest of learning: {values}"
-
-
-def _assumptions(migration: Migration) -> Iterator[str]:
-    yield from (f"assumed: {line}" for line in migration.assumptions)
 
 
 def _cells(row: AccountRow) -> tuple[str, str, str]:
