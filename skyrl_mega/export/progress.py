@@ -17,13 +17,11 @@ QUIET_S = 10.0
 
 @dataclass
 class ExportPhase:
-    """A phase of an export, with the amount of work."""
+    """A phase of an export, with the amount of work in bytes."""
 
     name: str
     total: int
-    """All work of the phase, in `unit`."""
-    unit: str
-    """Unit of work: `bytes`, or the plural of another unit."""
+    """All work of the phase, in bytes."""
     console: rich.console.Console | None
     """Receiver of plain lines; None prints nothing."""
     bar: bars.Progress | None = None
@@ -45,11 +43,9 @@ class ExportPhase:
             self.console.print(self.line())
 
     def line(self) -> str:
-        """Returns the phase's name, the finished and the total amount, and for bytes the mean rate, as text."""
+        """Returns the phase's name, the finished and the total amount, and the mean rate, as text."""
         seconds = max(time.monotonic() - self.start, 1e-6)
-        if self.unit == "bytes":
-            return f"{self.name}: {size(self.done)} of {size(self.total)}, {size(self.done / seconds)}/s"
-        return f"{self.name}: {self.done} of {self.total} {self.unit}"
+        return f"{self.name}: {size(self.done)} of {size(self.total)}, {size(self.done / seconds)}/s"
 
 
 class Progress:
@@ -59,22 +55,18 @@ class Progress:
         self._console = rich.console.Console(file=out, highlight=False, markup=False, soft_wrap=True) if out else None
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
+    def phase(self, name: str, total: int) -> Iterator[ExportPhase]:
         """Yields a phase to be advanced within the `with`, and prints a line (`ExportPhase.line`) at the end, unless
         the block raises.
 
         Args:
             name: Name of the phase, such as `write`.
-            total: All work of the phase.
-            unit: "bytes", or the plural of another unit.
+            total: All work of the phase, in bytes.
         """
-        phase = ExportPhase(name, total, unit, self._console)
+        phase = ExportPhase(name, total, self._console)
         if self._console and self._console.is_terminal:
-            columns = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30)]
-            if unit == "bytes":
-                columns += [bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()]
-            else:
-                columns += [bars.MofNCompleteColumn()]
+            figures = bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
+            columns = bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30), *figures
             with bars.Progress(*columns, console=self._console, transient=True) as phase.bar:
                 phase.bar.add_task(name, total=total)
                 yield phase

@@ -277,8 +277,8 @@ class Killing(Progress):
     """A progress display that kills the workers after the first answer."""
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
-        yield KillingPhase(name, total, unit, None)
+    def phase(self, name: str, total: int) -> Iterator[ExportPhase]:
+        yield KillingPhase(name, total, None)
 
 
 class KillingPhase(ExportPhase):
