@@ -60,9 +60,7 @@ def score_table(sets: Sequence[SetScores]) -> str:
         f"{both}±: standard error over examples. pass@{n}: an example with at least one right sample of {n}. tokens: "
         "that the policy wrote, mean of a sample."
     ]
-    for s in sets:
-        if s.failed:
-            lines.append(_failed(s, bool(means)))
+    lines += [_failed(s, bool(means)) for s in sets if s.failed]
     for s in sets:
         if s.left_out:
             what = "1 prompt longer" if s.left_out == 1 else f"{s.left_out} prompts longer"
@@ -98,20 +96,9 @@ def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:
     some = f" (the {len(run)} run)" if 0 < len(run) < len(table.rows) else ""
     mine = list(run.values())
     sizes = [table.rows[i].size for i in counted]
-    rows.append(
-        [
-            SETS + some,
-            _score(mean_over_sets(mine, table.score)),
-            *(_figure(_weighted(c, counted, [1] * len(counted))) for c in table.columns),
-        ]
-    )
-    rows.append(
-        [
-            EXAMPLES + some,
-            _score(mean_over_examples(mine, table.score)),
-            *(_figure(_weighted(c, counted, sizes)) for c in table.columns),
-        ]
-    )
+    for title, mean, weights in ((SETS, mean_over_sets, [1] * len(counted)), (EXAMPLES, mean_over_examples, sizes)):
+        theirs = (_figure(_weighted(c, counted, weights)) for c in table.columns)
+        rows.append([title + some, _score(mean(mine, table.score)), *theirs])
     if any(c.average is not None for c in table.columns):
         rows.append([AVERAGE, ABSENT, *(_figure(c.average) for c in table.columns)])
     what = {"reward": "reward mean", "accuracy": "accuracy mean", "pass": "pass"}[table.score]
