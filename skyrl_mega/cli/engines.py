@@ -40,19 +40,8 @@ def _run(argv: list[str]) -> int:
     if args.command == "list":
         print(_listed(args.run))
         return DONE
-    grace_s = getattr(args, "grace", None)
-    request = EngineRequest(
-        new_id(),
-        args.command,
-        count=getattr(args, "count", 1),
-        node=args.node,
-        endpoint=getattr(args, "endpoint", ""),
-        kind=getattr(args, "kind", ""),
-        sync=getattr(args, "sync", ""),
-        token_env=getattr(args, "token_env", ""),
-        engines=tuple(getattr(args, "engines", ())),
-        grace_s=grace_s,
-    )
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "wait")}
+    request = EngineRequest(new_id(), args.command, **{**given, "engines": tuple(given.get("engines", ()))})
     try:
         request.check()
     except Malformed as error:
@@ -82,7 +71,9 @@ def _parser() -> Parser:
         "--token-env", default="", metavar="NAME", help="the run's environment variable with the server's API key"
     )
     removing.add_argument("engines", nargs="*", type=integer(0, 10**6), metavar="RANK", help="ranks of the engines")
-    removing.add_argument("--grace", type=real(0, 86400), metavar="S", help="seconds for requests to finish")
+    removing.add_argument(
+        "--grace", dest="grace_s", type=real(0, 86400), metavar="S", help="seconds for requests to finish"
+    )
     for command in (adding, removing):
         command.add_argument(
             "--node", default="", metavar="ADDRESS", help="the engines of this node of the Ray cluster"

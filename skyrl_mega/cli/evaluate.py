@@ -9,8 +9,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -158,20 +158,18 @@ def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -
     from skyrl_mega.envs.agent import AgentEnv
 
     for name in sorted({p.env_class for s in sets for p in s.prompts}):
-        if chat is None and issubclass(registry.resolve(name, config.environment), AgentEnv):
-            raise UserError(
-                f"environment {name} runs an agent, which asks an engine of the run; evaluate without --endpoint",
-                key="--endpoint",
-            )
-        if not registry.has_tools(name, config.environment):
+        tools = registry.has_tools(name, config.environment)
+        if chat is not None:
+            if tools:
+                chat.check_tools(name)
             continue
-        if chat is None:
-            raise UserError(
-                f"environment {name} has tools, which are called in the model's own chat "
-                "template; evaluate without --endpoint",
-                key="--endpoint",
-            )
-        chat.check_tools(name)
+        if issubclass(registry.resolve(name, config.environment), AgentEnv):
+            what = "runs an agent, which asks an engine of the run"
+        elif tools:
+            what = "has tools, which are called in the model's own chat template"
+        else:
+            continue
+        raise UserError(f"environment {name} {what}; evaluate without --endpoint", key="--endpoint")
 
 
 def _endpoint(args: argparse.Namespace) -> Endpoint | None:
@@ -233,20 +231,18 @@ def _sample_missing(
         console.say(f"{budget.memory_warning(ended)}; they count as programs that failed")
 
 
-@contextmanager
 def _source(
     config: Config, endpoint: Endpoint | None, chat: Renderer | None, folder: Path, console: Console
-) -> Iterator[AnswerSource]:
+) -> AbstractContextManager[AnswerSource]:
+    """Returns a context manager of the source of answers: the endpoint, or engines that run within the block."""
     if endpoint is not None:
         from skyrl_mega.evaluate.endpoint import EndpointSource
 
-        yield EndpointSource(endpoint, config)
-        return
+        return nullcontext(EndpointSource(endpoint, config))
     from skyrl_mega.evaluate.engines import own_engines
 
     assert chat is not None
-    with own_engines(config, chat, folder, console) as source:
-        yield source
+    return own_engines(config, chat, folder, console)
 
 
 def _score(

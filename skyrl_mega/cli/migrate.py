@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
 from skyrl_mega.common import safe_read
@@ -14,7 +14,6 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import hidden
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
 from skyrl_mega.config.migrate import text
-from skyrl_mega.config.migrate.account import Migration
 from skyrl_mega.config.migrate.read import read
 from skyrl_mega.config.migrate.translate import translate
 
@@ -39,19 +38,13 @@ def parser() -> Parser:
         description="Writes the settings of another program's run as our YAML, and what happened to each setting.",
         usage="%(prog)s verl|skyrl|slime|trl FILE_OR_ARGUMENTS… [--out FILE] [--json] [--plain]",
         epilog=EPILOG,
-        formatter_class=_formatter(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     p.add_argument("--out", type=path_of, help="file for our YAML; without it, YAML goes to standard output")
     p.add_argument("--json", action="store_true", help="print settings and account as JSON")
     p.add_argument("--plain", action="store_true", help="neither choose a layout nor check the result by a dry run")
     return p
-
-
-def _formatter() -> Any:
-    import argparse
-
-    return argparse.RawDescriptionHelpFormatter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +74,11 @@ def _run(words: list[str]) -> int:
     if args.out:
         _check_output(args.out, Path(rest[1]) if rest[1:] else None)
     migration = translate(read(PROGRAMS[rest[0]], rest[1:]))
-    verdict = "" if args.plain else _complete(migration)
+    verdict = ""
+    if not args.plain:
+        from skyrl_mega.cli import migrate_check  # slow to import
+
+        verdict = migrate_check.complete(migration)
     source = (
         f"{migration.program}: {Path(rest[1]).name}" if Path(rest[1]).is_file() else f"{migration.program}'s settings"
     )
@@ -141,10 +138,3 @@ def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path, "--out", _is_ours) as partial:
         partial.write_text(content, encoding="utf-8")
-
-
-def _complete(migration: Migration) -> str:
-    """Chooses a layout if the other program had none, and returns the result of a dry run in one line."""
-    from skyrl_mega.cli import migrate_check
-
-    return migrate_check.complete(migration)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.command import DONE, FAULT, Parser, enter, guarded
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,22 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run. Exit codes: 0 all are fit, 1 some are not and are named, 2 the input is wrong.",
         allow_abbrev=False,
     )
-    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
-    p.add_argument("--directory", metavar="DIR", help="where relative paths of the settings begin")
+    p.add_run()
     p.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
-    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
     return guarded(lambda: _run(p.parse_intermixed_args(argv)), "--json" in argv)
 
 
 def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check
-    from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.compose import compose_run
 
-    file = args.config
-    if args.directory:
-        file = Path(file).absolute()
-        enter(args.directory)
-    config = compose(file, args.overrides)
+    config = compose_run(args)
     check(config)
 
     from skyrl_mega.cluster.errors import ClusterError

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.command import DONE, FAULT, Parser, enter, path_of
+from skyrl_mega.config.command import DONE, FAULT, Parser, path_of
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.events import Event
 
@@ -33,8 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "0 ended on request, 2 the input is wrong, 1 the service cannot be kept alive.",
         allow_abbrev=False,
     )
-    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
-    p.add_argument("--directory", metavar="DIR", help="where relative paths of the settings begin")
+    p.add_run()
     p.add_argument(
         "--address-file",
         type=path_of,
@@ -48,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     for option in LAUNCHER_VALUES:
         p.add_argument(option, help=argparse.SUPPRESS)
     p.add_argument("--suggest", nargs="?", help=argparse.SUPPRESS)
-    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
     return p
 
 
@@ -69,13 +67,11 @@ def main(arguments: Sequence[str]) -> int:
     args = parser().parse_intermixed_args(list(arguments))
     if args.suggest and not args.suggest.isdigit():  # argparse took a setting for the option's value
         args.overrides.insert(0, args.suggest)
-    from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.compose import compose_run
     from skyrl_mega.retriever.session import running_service
 
-    config_file, address_file, logs = (Path(file).absolute() for file in (args.config, args.address_file, args.logs))
-    if args.directory:
-        enter(args.directory)
-    config = compose(config_file, args.overrides)
+    address_file, logs = args.address_file.absolute(), args.logs.absolute()
+    config = compose_run(args)
     environment = config.environment
     if environment.retriever.index is None:
         raise UserError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.unused import unused_notes
-from skyrl_mega.config.command import DONE, FAULT, Parser, enter, guarded, integer
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
 from skyrl_mega.config.derived import cutoff_note, idle_gpus_note
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
@@ -33,10 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "75 stopped early; the same command goes on.",
         allow_abbrev=False,
     )
-    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file, such as configs/quickstart.yaml")
-    p.add_argument(
-        "--directory", metavar="DIR", help="where relative paths of the settings begin (default: the current directory)"
-    )
+    p.add_run()
     p.add_argument(
         "--dry-run",
         action="store_true",
@@ -60,7 +57,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="turns per trajectory (default: 1)")
     p.add_argument("--like", metavar="RUN", help="take tokens, seconds and turns from this run's folder")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
-    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p
 
 
@@ -97,16 +93,12 @@ def stoppable(run: Callable[[], int], as_json: bool) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check
-    from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.compose import compose_run
 
     if args.suggest and not args.suggest.isdigit():  # argparse took a setting for the option's value
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
     _check_options(args)
-    file = args.config
-    if args.directory:
-        file = Path(file).absolute()
-        enter(args.directory)
-    config = compose(file, args.overrides)
+    config = compose_run(args)
     if args.simulate or args.suggest is not None:
         from skyrl_mega.cli import simulate, suggest
 

@@ -68,6 +68,21 @@ class Parser(argparse.ArgumentParser):
                 raise UserErrors(lines) from None
             raise
 
+    def add_run(self) -> None:
+        """Adds the arguments that name the settings of a run, read by `compose.compose_run`: `--config`, `--directory`,
+        and settings over the file's."""
+        self.add_argument(
+            "--config", required=True, metavar="FILE", help="a .yaml file of a run, such as configs/quickstart.yaml"
+        )
+        self.add_argument(
+            "--directory",
+            metavar="DIR",
+            help="where relative paths of the settings begin (default: the current directory)",
+        )
+        self.add_argument(
+            "overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1"
+        )
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raises a SystemExit that ends the command after `--help`; prints nothing and ignores `message`."""
         raise _HelpPrinted(status)

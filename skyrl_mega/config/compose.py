@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from skyrl_mega.common.errors import UserError, UserErrors
 from skyrl_mega.common.secret_names import MASK, is_secret
 from skyrl_mega.common.values import shown
 from skyrl_mega.config import verbatim
+from skyrl_mega.config.command import enter
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
@@ -96,6 +98,19 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         raise UserError(secrets.hidden(_first_line(error), short=True), key=key, fix=allowed) from error
     secrets.note_resolved(unresolved, asdict(composed))
     return composed
+
+
+def compose_run(args: Namespace) -> Config:
+    """Returns the settings of a command with the arguments of `Parser.add_run`, composed as by `compose`. Changes the
+    working directory of this process to `--directory`, if given; `--config` is relative to the directory before.
+
+    Raises:
+        UserError: The folder cannot be entered, or the settings cannot be composed.
+    """
+    file = Path(args.config).absolute() if args.directory else args.config
+    if args.directory:
+        enter(args.directory)
+    return compose(file, args.overrides)
 
 
 @cache
