@@ -225,20 +225,17 @@ def _groups_in_defaults(path: Path) -> tuple[set[str], bool]:
             value=path,
         )
     defaults = content.get("defaults") or []
-    entries = defaults if isinstance(defaults, list) else [defaults]
-    invalid = [e for e in entries if not isinstance(e, str) and not (isinstance(e, dict) and all(map(_is_text, e)))]
-    if defaults is not entries and defaults:
-        invalid = [defaults]
-    if invalid:
+    if invalid := [*filter(_is_no_default, defaults)] if isinstance(defaults, list) else [defaults]:
         raise UserError(
             f"defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]", key="--config", value=path
         )
     needs_hydra = not content.keys().isdisjoint(("defaults", "hydra")) or b"@" in text[:HEADER]
-    return {group for entry in entries if isinstance(entry, dict) for group in entry}, needs_hydra
+    return {group for entry in defaults if isinstance(entry, dict) for group in entry}, needs_hydra
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_no_default(entry: Any) -> bool:
+    """Returns True unless an entry of `defaults` is a text, or a mapping of groups."""
+    return not isinstance(entry, str) and not (isinstance(entry, dict) and all(isinstance(name, str) for name in entry))
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -66,31 +66,27 @@ def read(path: Path) -> tuple[list[Given], str]:
 def _docstrings(tree: ast.Module) -> Iterator[str]:
     """Yields the texts at the top of a script, where examples show their command."""
     for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield text
 
 
 def _fields(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yields the fields set on a configuration after its creation, as `training_args.beta = 0.01`."""
     for node in ast.walk(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(target, ast.Attribute)
-            and ast.unparse(target.value) in INSTANCES
-        ):
-            yield target.attr, node.value
+        match node:
+            case ast.Assign([ast.Attribute(instance, name)], value) if ast.unparse(instance) in INSTANCES:
+                yield name, value
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yields the names and values of plain assignments."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            [target] = node.targets
-            if isinstance(target, ast.Name):
-                yield target.id, node.value
-            elif isinstance(target, ast.Tuple) and all(isinstance(name, ast.Name) for name in target.elts):
-                yield from ((name.id, node.value) for name in target.elts if isinstance(name, ast.Name))
+        match node:
+            case ast.Assign([ast.Name(name)], value):
+                yield name, value
+            case ast.Assign([ast.Tuple(targets)], value) if all(isinstance(each, ast.Name) for each in targets):
+                yield from ((each.id, value) for each in targets if isinstance(each, ast.Name))
 
 
 def _calls(tree: ast.AST) -> list[ast.Call]:
@@ -186,13 +182,12 @@ def _loaded(node: ast.expr, assigned: Mapping[str, list[ast.expr]], depth: int) 
     """Yields the names given to `load_dataset` behind an expression, through names and methods such as `.map`."""
     if depth > 8:
         return
-    if isinstance(node, ast.Name):
-        for value in assigned.get(node.id, []):
+    match node:
+        case ast.Name(name):
+            for value in assigned.get(name, []):
+                yield from _loaded(value, assigned, depth + 1)
+        case ast.Call(args=[given, *_]) if _called(node) == "load_dataset":
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                yield given.value
+        case ast.Subscript(value) | ast.Call(ast.Attribute(value)):
             yield from _loaded(value, assigned, depth + 1)
-    elif isinstance(node, ast.Subscript):
-        yield from _loaded(node.value, assigned, depth + 1)
-    elif isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args:
-        if isinstance(name := node.args[0], ast.Constant) and isinstance(name.value, str):
-            yield name.value
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        yield from _loaded(node.func.value, assigned, depth + 1)
