@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_mega.cli.tables import aligned
+from skyrl_mega.common.tables import aligned
 
 Values = Mapping[str, Any]
 HEADS = {"short": "short", "mean": "mean", "limit": "at the limit"}

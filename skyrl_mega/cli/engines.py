@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cli.tables import aligned
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed
+from skyrl_mega.common.tables import aligned
 from skyrl_mega.common.terminal import one_line
 from skyrl_mega.config.command import DONE, WRONG_INPUT, Parser, guarded, integer, path_of, real
 from skyrl_mega.trainer.engine_requests import MOST_ENGINES, EngineRequest, has_ended, new_id, read_state, send

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_mega.cli.simulate_choices import Choice, Refused
-from skyrl_mega.cli.tables import aligned
+from skyrl_mega.common.tables import aligned
 from skyrl_mega.config.derived import max_open_trajectories, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner.candidates import as_arguments, changed, ranked

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from skyrl_mega.cli.dry_run_text import shape
 from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.suggest_simulated import Simulated
-from skyrl_mega.cli.tables import aligned
+from skyrl_mega.common.tables import aligned
 from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel, policy_ranks
 from skyrl_mega.config.pools import engine_cluster
 from skyrl_mega.config.schema import Config, RolloutConfig

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.common.tables import aligned
 from skyrl_mega.weights.plan.cost import GB, Cost, HostTime, imbalance
 from skyrl_mega.weights.plan.intersect import Ints
 from skyrl_mega.weights.plan.plan import Plan
@@ -104,10 +105,10 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         ranks.append((name, _gb(carried.min()), _gb(carried.mean()), _gb(carried.max())))
     slowest = max(count.seconds, key=lambda kind: count.seconds[kind])
     lines = [
-        *_aligned(rows),
+        *aligned(rows, indent=""),
         *omitted,
         "",
-        *_aligned(ranks),
+        *aligned(ranks, indent=""),
         "",
         f"network {_gb(count.nic_in.sum())} GB, within nodes {_gb(count.fabric_in.sum())} GB, within devices "
         f"{_gb(count.local.sum())} GB",
@@ -118,15 +119,6 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         f"{host.checksums:.3f} s with checksums",
     ]
     return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pads columns to the longest cell, with the first column left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
 
 
 def _ranks(ranks: Ints) -> str:
