@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from skyrl_mega.cli import dry_run_time_text
-from skyrl_mega.common.tables import aligned
-from skyrl_mega.planner.placement import as_ranges
+from skyrl_mega.common.tables import aligned, as_ranges
 
 GIB = 2**30
 SHOWN = 32

@@ -15,3 +15,14 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") ->
         for row in rows
     )
     return [f"{indent}{line.rstrip()}" for line in lines]
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """Returns numbers as text, in ascending order, with consecutive numbers as a range: `0-3,8`; `·` for none."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "·"

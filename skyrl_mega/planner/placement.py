@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl_mega.cluster.run_placement import plan_placement
@@ -44,14 +43,3 @@ def nodes(config: Config) -> list[PlannedNode]:
     for worker, device in enumerate(placement.engines):
         planned[placement.node(device)].engines.setdefault(worker // size, []).append(worker % size)
     return planned
-
-
-def as_ranges(numbers: Sequence[int]) -> str:
-    """Returns numbers as text, in ascending order, with consecutive numbers as a range: `0-3,8`; `·` for none."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and parts[-1][-1] == n - 1:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "·"

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.common.tables import aligned
+from skyrl_mega.common.tables import aligned, as_ranges
 from skyrl_mega.weights.plan.cost import GB, Cost, HostTime, imbalance
-from skyrl_mega.weights.plan.intersect import Ints
 from skyrl_mega.weights.plan.plan import Plan
 
 MAX_NODES = 40
@@ -95,7 +94,11 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
     for node in range(min(t.nodes, MAX_NODES)):
         nics = slice(node * t.nics_per_node, (node + 1) * t.nics_per_node)
         gpus = slice(node * t.per_node, (node + 1) * t.per_node)
-        row = [str(node), _ranks(np.flatnonzero(policy == node)), _ranks(np.flatnonzero(engines == node))]
+        row = [
+            str(node),
+            as_ranges(np.flatnonzero(policy == node).tolist()),
+            as_ranges(np.flatnonzero(engines == node).tolist()),
+        ]
         for carried in (count.nic_out[nics], count.nic_in[nics]):
             row += [_gb(carried.sum()), _gb(carried.mean()), _gb(carried.max())]
         rows.append((*row, _gb(count.fabric_in[gpus].sum()), _gb(count.local[gpus].sum())))
@@ -119,12 +122,6 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
         f"{host.checksums:.3f} s with checksums",
     ]
     return "\n".join(lines)
-
-
-def _ranks(ranks: Ints) -> str:
-    """Formats ascending ranks, with consecutive ranks as `0-7`."""
-    runs = np.split(ranks, np.flatnonzero(np.diff(ranks) > 1) + 1) if len(ranks) else []
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "·"
 
 
 def _gb(nbytes: float) -> str:
