@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.model is not None:
         config.model.path = args.model
     endpoint = _endpoint(args)
-    check_evaluation(config, engines=endpoint is None)
+    check_evaluation(config, starts_engines=endpoint is None)
 
     from skyrl_mega.cli import draft_checks, inputs, layout_checks, prepare
     from skyrl_mega.envs import registry

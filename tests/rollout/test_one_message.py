@@ -200,7 +200,7 @@ def test_an_endpoint_is_refused() -> None:
     config = Config(rollout=ONE)
     config.model.path = "m"
     with pytest.raises(UserError, match=r"rollout.conversation = one_message: an endpoint takes messages"):
-        check_evaluation(config, engines=False)
+        check_evaluation(config, starts_engines=False)
 
 
 @pytest.mark.parametrize("conversation", ["one_message", "messages"])

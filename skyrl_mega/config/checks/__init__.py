@@ -14,27 +14,7 @@ from typing import Any
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config import megatron_options
-from skyrl_mega.config.checks.devices import (
-    check_cluster,
-    check_deterministic,
-    check_environment,
-    check_profile,
-    check_residency,
-)
-from skyrl_mega.config.checks.drafts import check_drafts
-from skyrl_mega.config.checks.elastic import check_elastic
-from skyrl_mega.config.checks.engines import (
-    check_endpoint,
-    check_endpoints,
-    check_own_engines,
-    check_rollout,
-    check_topology,
-    check_wire,
-)
-from skyrl_mega.config.checks.generators import check_generator
-from skyrl_mega.config.checks.learning import check_algorithm, check_asynchrony, check_critic, check_samples
-from skyrl_mega.config.checks.policy import check_replay, check_speed
-from skyrl_mega.config.checks.unused import check_unused
+from skyrl_mega.config.checks import devices, drafts, elastic, engines, generators, learning, policy, unused
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.refusals import raise_first, raising
@@ -61,41 +41,41 @@ def check(config: Config, *, planned: bool = False) -> None:
     for group in (config.run, config.model, config.warmup, config.weights.files):
         raise_first(config, group.refusals())
     raise_first(config, config.policy.optimizer.refusals("policy.optimizer"))
-    check_critic(config)
+    learning.check_critic(config)
     raise_first(config, config.critic.optimizer.refusals("critic.optimizer"))
     megatron_options.check(config)
     raise_first(config, config.data.refusals())
-    check_samples(config)
+    learning.check_samples(config)
     raise_first(config, config.algorithm.refusals())
     for check_relations in (
-        check_algorithm,
-        check_unused,
-        check_drafts,
-        check_replay,
-        check_speed,
-        check_residency,
-        check_asynchrony,
+        learning.check_algorithm,
+        unused.check_unused,
+        drafts.check_drafts,
+        policy.check_replay,
+        policy.check_speed,
+        devices.check_residency,
+        learning.check_asynchrony,
         check_precision,
-        check_profile,
-        check_deterministic,
-        check_environment,
-        check_rollout,
-        check_elastic,
-        check_generator,
-        check_wire,
-        check_endpoints,
+        devices.check_profile,
+        devices.check_deterministic,
+        devices.check_environment,
+        engines.check_rollout,
+        elastic.check_elastic,
+        generators.check_generator,
+        engines.check_wire,
+        engines.check_endpoints,
     ):
         check_relations(config)
-    check_cluster(config, planned)
+    devices.check_cluster(config, planned)
 
 
-def check_evaluation(config: Config, engines: bool = True) -> None:
+def check_evaluation(config: Config, starts_engines: bool = True) -> None:
     """Raises UserError for settings with which no evaluation can run; settings used only in training, and the number of
     GPUs (`check_gpus`), are not checked.
 
     Args:
         config: The settings.
-        engines: True if the evaluation starts engines, False for an endpoint.
+        starts_engines: True if the evaluation starts engines, False for an endpoint.
 
     Raises:
         UserError: A setting is rejected; names key, value, allowed values and fix.
@@ -103,14 +83,14 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     check_values(config)
     check_paths(config)
     raise_first(config, config.run.refusals())
-    check_rollout(config)
-    if engines:
-        check_own_engines(config)
-        check_drafts(config)
+    engines.check_rollout(config)
+    if starts_engines:
+        engines.check_own_engines(config)
+        drafts.check_drafts(config)
         raise_first(config, config.model.refusals())
-        check_topology(config)
+        engines.check_topology(config)
     else:
-        check_endpoint(config)
+        engines.check_endpoint(config)
 
 
 def check_values(config: Config) -> None:
