@@ -11,6 +11,7 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner import fixes, search
+from tests.cli import large
 from tests.support.planned import remembered_plans  # noqa: F401  (for every module of this folder)
 
 CONFIG = """\
@@ -31,6 +32,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(["addition", "--output", str(folder / "data"), "--train", "20", "--test", "5", "--demonstrations", "5"])
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the settings file of a run of a published model on 64 GPUs (`large.SETTINGS`)."""
+    return large.write(tmp_path_factory.mktemp("large"))
 
 
 @pytest.fixture(autouse=True)

@@ -30,11 +30,6 @@ GIB = 2**30
 FREE = "residency.keep=[]"
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return large.write(tmp_path_factory.mktemp("large"))
-
-
 def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Returns standard output of a dry run of at most 20 s on a core; three times as much on a busy core."""
     start = time.process_time()

@@ -18,15 +18,9 @@ from skyrl_mega.planner.memory import GIB, policy_memory
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.relief import MIN_FREE, least_safe_phase
 from skyrl_mega.planner.shared import shared_gpus
-from tests.cli import large
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = ["cluster.shared=true", "cluster.nodes=4", "cluster.gpu_memory_gib=79.1"]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return large.write(tmp_path_factory.mktemp("large"))
 
 
 def noted(config: Config) -> list[str]:

@@ -191,11 +191,6 @@ ALONE = (
 """Fixes without settings to paste."""
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return large.write(tmp_path_factory.mktemp("large"))
-
-
 def test_the_settings_that_are_spoilt_below_are_good(file: Path) -> None:
     dry_run.checked(compose(file))
 
