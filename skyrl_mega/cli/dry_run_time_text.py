@@ -140,11 +140,4 @@ def _rates(time: Values) -> list[str]:
     for rate in time["rates"]:
         within = "exact" if rate["factor"] == 1 else f"×{rate['factor']:g}"
         rows.append((rate["key"].removeprefix("cluster."), f"{rate['value']:,g}", within, rate["source"]))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        "rates",
-        *(
-            f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {within.rjust(widths[2])}  {source}"
-            for name, value, within, source in rows
-        ),
-    ]
+    return ["rates", *aligned(rows, ragged=True)]
