@@ -51,6 +51,9 @@ PASSES = {"none": (3, 2, 2), "selective": (3, 2, 2), "moe": (4, 3, 3), "full": (
 """For each `policy.recompute`, products, messages and launches of a forward and backward pass, as multiples of the
 forward pass. The backward pass takes two products per forward product and repeats the messages; recomputation is a
 forward pass. `moe` is counted as recomputing the whole layer, too much by attention."""
+DENSE_LAUNCHES = 0.77
+"""Launches of a layer in a model without experts, as a share of one with experts: operations in the forward pass of
+megatron-core's own layers on a CPU, 77 and 100, if all experts are one operation."""
 TAIL = 10
 """Factor by which the number of running sequences shrinks while the longest responses end."""
 EAGER_LAYER_US = 400.0
@@ -334,7 +337,7 @@ def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes:
     compute = per_rank * slowest / parallel.tensor / speed
     layers = max(stage_sizes)
     messages = per_rank * layers * _message_time(decoder, parallel, Links.from_config(config.cluster), size)
-    launches = count * layers * rates.layer_us * 1e-6
+    launches = count * layers * rates.layer_us * 1e-6 * (1.0 if decoder.experts else DENSE_LAUNCHES)
     bubble = 1 + (parallel.pipeline - 1) / (sizes.usual * parallel.virtual_pipeline)
     forward = (compute + messages + launches) * bubble
     passes = PASSES[config.policy.recompute]
