@@ -130,16 +130,15 @@ class Bet:
         config = self.settings_of(prompts, given)
         return dry_run.values(config, dry_run.checked(config)[0], args=options(like))
 
-    def simulated(self, prompts: int, like: MeasuredRun, given: Mapping[str, float], sync: float) -> dict[str, float]:
-        """Returns seconds of the simulation: the step, and the generation that the policy waits for."""
+    def simulated(self, prompts: int, like: MeasuredRun, given: Mapping[str, float], sync: float) -> float:
+        """Returns the seconds of a simulated step."""
         config = self.settings_of(prompts, given)
         hf, _ = dry_run.checked(config)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(config, hf))
         played = workload.workload_of(config, options(like))
         planned = Rates.planned(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], played.length)
         planned = Rates(planned.engines, planned.speed, planned.train_s, sync)
-        outcome = simulate(config, planned, played, steps=SIMULATED_STEPS)
-        return {"generate": outcome.seconds * outcome.policy_waits, "step": outcome.seconds}
+        return simulate(config, planned, played, steps=SIMULATED_STEPS).seconds
 
 
 def options(like: MeasuredRun) -> argparse.Namespace:
@@ -205,7 +204,7 @@ def compared(bet: Bet, sizes: Sequence[int]) -> tuple[dict[str, Any], dict[str, 
     given = measured_rates(bet, runs)
     values = bet.dry_run(sizes[-1], runs[-1], given)
     seconds = values["seconds"]
-    simulation = bet.simulated(sizes[-1], runs[-1], given, seconds["sync"])
+    simulated = bet.simulated(sizes[-1], runs[-1], given, seconds["sync"])
     real = bet.run(sizes[-1])
     steps = [float(row["time/step"] or 0.0) for row in real.rows]
     low, high = values["time"]["run"]["factors"]
@@ -214,7 +213,7 @@ def compared(bet: Bet, sizes: Sequence[int]) -> tuple[dict[str, Any], dict[str, 
     return {
         "prompts": [*sizes],
         "dry_run_s": predicted,
-        "simulated_s": simulation,
+        "simulated_s": {"step": simulated},
         "measured_s": {phase: real.seconds(phase) for phase in PHASES},
         "steps_s": steps,
         "bar_s": [seconds["step"] * low, seconds["step"] * high],

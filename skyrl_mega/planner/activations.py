@@ -144,6 +144,7 @@ def kept_layer(
     recompute: str,
     spec: Spec,
     fused: frozenset[str],
+    imbalance: float = IMBALANCE,
 ) -> float:
     """Estimates the mean bytes kept of a layer for the backward pass on a rank of stage `pp`, over the stage's layers
     and for one micro-batch. Raises ValueError if the model's layers cannot be divided over the pipeline stages.
@@ -157,9 +158,10 @@ def kept_layer(
         recompute: `policy.recompute`, except full.
         spec: Implementation of the layers.
         fused: Active subset of `policy.fusions`.
+        imbalance: Tokens of the rank's experts, relative to an even distribution (1.0).
     """
     return _mean(
-        _kinds(decoder, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute
+        _kinds(decoder, parallel, pp), Work(parallel, int(tokens), itemsize, imbalance, spec, fused), recompute
     )
 
 

@@ -17,7 +17,7 @@ from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.activations import layer
+from skyrl_mega.planner.activations import kept_layer
 from tests.cuda import te
 from tests.cuda.programs import run
 from tests.cuda.te_layers import Answer
@@ -142,13 +142,15 @@ def test_a_fused_activation_function_keeps_three_widths_less(answers: dict[str, 
         assert planned(without, policies[0]) - planned(without, policies[1]) == without.kept - alone.kept
 
 
-def planned(answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, parallel: ParallelDims = PARALLEL) -> int:
+def planned(
+    answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, parallel: ParallelDims = PARALLEL
+) -> float:
     """Returns the bytes of the planner's formula for the actual rows of the experts."""
     hf = hf_config(model)
     even = answer.tokens / parallel.tensor * model.experts_per_token * parallel.expert_tensor
     how: dict[str, Any] = dict(recompute=policy.recompute, spec="te", fused=fused(policy, "te", True))
     decoder = architecture(hf).describe(hf)
-    return layer(decoder, parallel, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
+    return kept_layer(decoder, parallel, 0, answer.tokens, BYTES, imbalance=answer.routed / even, **how)
 
 
 BYTES = 2
