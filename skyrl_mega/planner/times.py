@@ -7,6 +7,7 @@ generation ahead (`asynchrony`). `planner.run_time` adds evaluations, checkpoint
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -338,11 +339,13 @@ def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes:
     layers = max(stage_sizes)
     messages = per_rank * layers * _message_time(decoder, parallel, Links.from_config(config.cluster), size)
     launches = count * layers * rates.layer_us * 1e-6 * (1.0 if decoder.experts else DENSE_LAUNCHES)
+    # In a layer with experts the host waits for the GPU, and a CPU computes what it launches.
+    together = operator.add if decoder.experts or planned_device(config) == "cpu" else max
     bubble = 1 + (parallel.pipeline - 1) / (sizes.usual * parallel.virtual_pipeline)
-    forward = (compute + messages + launches) * bubble
+    forward = together(compute + messages, launches) * bubble
     passes = PASSES[config.policy.recompute]
-    train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
-    layers_per_second = count * layers / (compute + messages + launches)  # forward passes of layers per second
+    train = bubble * together(passes[0] * compute + passes[1] * messages, passes[2] * launches)
+    layers_per_second = count * layers * bubble / forward  # forward passes of layers per second
     train += (
         bubble
         * count

@@ -64,6 +64,20 @@ def test_the_fixed_part_of_a_sync_is_added_to_its_messages() -> None:
     assert after.step - before.step == pytest.approx(0.25)
 
 
+def test_launches_of_layers_without_experts_are_hidden_by_their_products() -> None:
+    """The host waits for a GPU in layers with experts only; a CPU computes what it launches."""
+    config, hf = Config(), MODELS["qwen3"]
+    decoder, parallel = architecture(hf).describe(hf), ParallelDims(8)
+    config.policy.micro_tokens = 4096
+
+    def train(device: str, layer_us: float) -> float:
+        config.cluster.device, config.cluster.rates.layer_us = device, layer_us
+        return step_time(config, decoder, parallel, 0.0).train
+
+    assert train("cuda", 0.0) == train("cuda", 1e-3) < train("cuda", 1e5) < train("cpu", 1e5)
+    assert train("cpu", 0.0) < train("cpu", 1.0)
+
+
 def test_launches_of_the_policy_slow_no_engine() -> None:
     config, decoder = slow_layers()
     before = step_time(config, decoder, PARALLEL, 0.0)

@@ -42,7 +42,7 @@ class RatesConfig:
     sockets with DDR5."""
     layer_us: float = at_least(0, 100.0)
     """Microseconds of kernel launches and small collectives per layer of the policy, for the forward pass of a
-    micro-batch; a layer of a model without experts counts 77 % of it."""
+    micro-batch, with experts; a layer of a model without experts counts about three quarters of it."""
     engine_layer_us: float = at_least(0, 100.0)
     """Microseconds of kernel launches and small collectives per layer and step of an engine with CUDA graphs; an eager
     engine takes at least 400."""
