@@ -138,11 +138,15 @@ def read_samples(batches: Sequence[Samples | Sequences], *, driver_columns: bool
 
 
 def read_local(batch: Samples | Sequences) -> Samples | Sequences:
-    """Returns the tokens of samples as `read_samples`, if this process holds all their trajectories; returns samples in
-    the object store, and sequences, unchanged. Sent to another process, a few arrays cost less than many samples."""
-    if isinstance(batch, Samples) and all(isinstance(part.ref, StoredTrajectory) for part in batch.parts):
-        return read_samples([batch])[0]
-    return batch
+    """Returns the tokens of samples as `read_samples`, if this process holds all their trajectories, and each has one
+    sample; returns other samples, and sequences, unchanged.
+
+    Sent to another process, a few arrays cost less than many samples. Samples of one trajectory repeat its tokens.
+    """
+    if not isinstance(batch, Samples) or not all(isinstance(part.ref, StoredTrajectory) for part in batch.parts):
+        return batch
+    alone = len({id(part.ref) for part in batch.parts}) == len(batch.parts)
+    return read_samples([batch])[0] if alone else batch
 
 
 def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor) -> None:

@@ -190,8 +190,8 @@ def test_a_rank_gets_its_rows_alone(characters_chat: Renderer, from_store: None)
 
 
 def test_only_tokens_of_this_process_are_sent_to_ranks_as_arrays(characters_chat: Renderer, from_store: None) -> None:
-    groups, config = played(characters_chat, "talk").groups, settings("turns")
-    rows = torch.tensor([7, 0, 30, 4])
+    groups, config = played(characters_chat, "talk").groups, settings("off")
+    rows = torch.tensor([7, 0, 3, 4])
     here, stored = (
         mini_batches(make_batch(given, config.algorithm, config.rollout), None, config.algorithm)[0].take(rows)
         for given in (groups, away(groups))
@@ -202,6 +202,8 @@ def test_only_tokens_of_this_process_are_sent_to_ranks_as_arrays(characters_chat
     assert all(torch.equal(sent[name], column.values) for name, column in expected.columns.items())
     assert read_local(stored) is stored and read_local(sent) is sent
     assert isinstance(read_local(here.take(rows[:0])), Sequences), "an empty micro-batch"
+    repeated = here.take(torch.tensor([1, 1]))
+    assert read_local(repeated) is repeated, "two samples of one trajectory"
 
 
 def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_store: None, tmp_path: Path) -> None:
