@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_mega.cluster.atomic_output import refuse_folder
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.hf_checkpoint.box_header import refuse_old
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.telemetry.run_dir import checkpoints_in
 from skyrl_mega.trainer.checkpoints import check_saved_together
@@ -59,6 +60,7 @@ def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
         folder = path
         if path.resolve().name == "policy":
             run = path.resolve().parents[2]
+    refuse_old(folder)
     check_saved_together(folder)
     model_folder = model or _model_of(run, path)
     return CheckpointSource(folder, model_folder, read_config(model_folder))

@@ -21,6 +21,8 @@ from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 HEADER = "checkpoint.json"
 FORMAT = 2
 """Version of the format; 2 added checksums of the files' headers."""
+_OLD = ".metadata"
+"""File of torch's distributed checkpoints, written by earlier versions."""
 
 
 class Damaged(UserError):
@@ -84,6 +86,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_old(folder: Path) -> None:
+    """Raises an error for a checkpoint written by an earlier version of the program. Missing or unreadable files pass:
+    `read_header` raises for them.
+
+    Raises:
+        UserError: The checkpoint is in an earlier format; names the remedy.
+    """
+    fix = "go on with that version, or export it there (python -m skyrl_mega.export) and start a new run with "
+    fix += "model.path set to the export"
+    if (folder / _OLD).exists() and not (folder / HEADER).exists():
+        raise UserError(
+            f"is a distributed checkpoint of torch ({_OLD}), as versions before {HEADER} wrote "
+            f"them; this one does not read it: {fix}",
+            key=folder,
+        )
+    try:
+        content = parse_json((folder / HEADER).read_bytes())
+    except (OSError, ValueError):  # damaged: `read_header` raises
+        return
+    if isinstance(content, dict) and (version := content.get("format")) in range(1, FORMAT):
+        raise UserError(
+            f"format is {version}, of an earlier version; this one reads {FORMAT}: {fix}", key=folder / HEADER
+        )
+
+
 def read_header(folder: Path) -> Header:
     """Returns the content of a checkpoint's checkpoint.json, after a check that every file exists with the saved size;
     the files' content is not read.
@@ -92,6 +119,7 @@ def read_header(folder: Path) -> Header:
         Damaged: checkpoint.json or another file is missing, damaged or of another size; names the file.
         UserError: The checkpoint is in another version of the format.
     """
+    refuse_old(folder)
     file = folder / HEADER
     try:
         content = parse_json(file.read_bytes())

@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_mega.cluster.channel import removed_after_crash
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import parse_json, read_json, writing
-from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, sync_folder
+from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
 from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
 _STATE = "state.json"
@@ -64,10 +64,12 @@ class Checkpoints:
         newer checkpoints, each once.
 
         Raises:
-            UserError: All checkpoints are damaged, or the newest intact one is in another version of the format.
+            UserError: All checkpoints are damaged, or the newest intact one, or a newer damaged one, was written by an
+                earlier version.
         """
         damaged = []
         for checkpoint in reversed(self.completed()):
+            refuse_old(checkpoint / "policy")
             damage = self._damaged.get(checkpoint) or _damage(checkpoint)
             if damage is None:
                 return checkpoint
@@ -192,12 +194,15 @@ def refuse_unusable(folder: Path) -> None:
     """Raises an error if a run can neither resume from nor replace an entry of a checkpoints folder.
 
     Raises:
-        UserError: A link or file uses a checkpoint's name.
+        UserError: The newest checkpoint was written by an earlier version, or a link or file uses a checkpoint's name.
     """
+    saved = checkpoints_in(folder)
     for path in (*by_step(folder).values(), *by_step(folder, PARTIAL).values()):
         if path.is_symlink() or not path.is_dir():
             kind = "a link" if path.is_symlink() else "no folder"
             raise UserError(f"is {kind}, where a run saves a checkpoint as a folder", key=path, fix="move it elsewhere")
+    if saved:
+        refuse_old(saved[max(saved)] / "policy")
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:

@@ -111,6 +111,8 @@ def spoil(run: Path, how: str) -> list[str]:
             largest.unlink()
         case "not complete":
             (folder / "checkpoint.json").unlink()
+        case "an earlier version's":
+            (folder / "checkpoint.json").rename(folder / ".metadata")
         case "edited":
             header = json.loads((folder / "checkpoint.json").read_text())
             (folder / "checkpoint.json").write_text(json.dumps({**header, "format": 3}))
@@ -156,6 +158,7 @@ def spoil(run: Path, how: str) -> list[str]:
         ("cut off", [".safetensors", "bytes of", "damaged"]),
         ("a file is missing", [".safetensors", "is missing"]),
         ("not complete", ["checkpoint.json", "interrupted"]),
+        ("an earlier version's", ["distributed checkpoint of torch (.metadata)", "model.path"]),
         ("edited", ["checkpoint.json", "CRC-32"]),
         ("header cut off", ["checkpoint.json", "CRC-32"]),
         ("a file of another folder", ["checkpoint.json", "CRC-32"]),
