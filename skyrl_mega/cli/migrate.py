@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    args, rest = parser().parse_known_args(words)
+    options, rest = _split(words)
+    args = parser().parse_args(options)
     if not rest or rest[0] not in PROGRAMS:
         raise UserError(
             f"{'no such program' if rest else 'the name of a program is missing'}; allowed is {', '.join(PROGRAMS)}",
@@ -98,6 +99,22 @@ def _run(words: list[str]) -> int:
     else:
         print(written, end="")
     return DONE
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the command's own options, and the program with its input, whose options may look like ours."""
+    options, rest, at = list[str](), list[str](), 0
+    while at < len(words):
+        word = words[at]
+        if word == "--out":
+            options += words[at : at + 2]
+            at += 1
+        elif word.startswith("--out=") or word in ("--json", "--plain", "-h", "--help"):
+            options.append(word)
+        else:
+            rest.append(word)
+        at += 1
+    return options, rest
 
 
 def _check_output(path: Path, source: Path | None) -> None:
