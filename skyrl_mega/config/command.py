@@ -183,12 +183,13 @@ def json_object(text: str) -> dict[str, Any]:
     Raises:
         ArgumentTypeError: The text is no JSON object.
     """
+    reason = ""
     try:
         value = parse_json(text)
-    except Malformed:
-        value = None
+    except Malformed as error:
+        value, reason = None, f"{error}; "
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is a JSON object")
+        raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: {reason}allowed is a JSON object")
     return value
 
 
