@@ -72,7 +72,7 @@ class SweEnv(BaseTextEnv):
             raise UserError("it is not set; allowed is the folder of the tasks", key="environment.options.swe.tasks")
         if not NAME.fullmatch(name):
             raise UserError(
-                f"a row's extra_info.task is {name!r}; allowed is the name of a folder in environment.options.swe.tasks"
+                "allowed is the name of a folder in environment.options.swe.tasks", key="extra_info.task", value=name
             )
         try:
             self.names = required_tests(info)
