@@ -56,9 +56,10 @@ def build(
     """
     if not corpus.is_file():
         raise UserError("no such file", key="--corpus", value=corpus)
-    recipe = Recipe(fingerprint(corpus), **chosen)
+    recipe = Recipe("", **chosen)
     if "dense" in recipe.methods and recipe.model != MINILM:
         recipe = replace(recipe, model=str(model_folder(recipe.model).absolute()))
+    recipe = replace(recipe, corpus=fingerprint(corpus))  # reads the whole corpus
     if _is_index_of(output, recipe):
         say(f"{output}: up to date")
         return False
