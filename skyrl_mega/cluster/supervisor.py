@@ -49,7 +49,7 @@ class Supervisor:
         signals: Blocked signals to wait for.
         resume_hint: Message for the user after the command was ended by a signal.
         on_cleared: Called when no process of the driver is left; see `driver.start`.
-        existing_shm: `reaper.numbers` of the shared memory from before the driver.
+        existing_shm: `reaper.shared_memory_inodes` of the shared memory from before the driver.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def clear(patience_s: float, cleaners_s: float, reap: Callable[[], None], existi
         patience_s: Seconds to wait before the rest is killed.
         cleaners_s: Seconds for processes named `CLEANER`, and for their children, before these are killed too.
         reap: Reaps ended children.
-        existing_shm: `reaper.numbers` of the shared memory from before the descendants.
+        existing_shm: `reaper.shared_memory_inodes` of the shared memory from before the descendants.
     """
     deadline = monotonic() + patience_s
     while descendants() and monotonic() < deadline:

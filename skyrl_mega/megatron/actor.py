@@ -351,9 +351,8 @@ class MegatronActor:
         `source`; replaces an earlier export. A collective of all ranks.
 
         Raises:
-            UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
-            OSError: On a rank that could not write.
-            RuntimeError: On all other ranks, after an error on any rank; names the rank.
+            UserError: `path` contains anything not written by an export, or `source` cannot be read.
+            RuntimeError: A rank could not write; names the rank and the reason.
             TransportError: A rank left, or the exchange of a file's tensors took too long.
         """
         self.rank.export(Path(path), Path(source))

@@ -590,9 +590,8 @@ class ModelWorker:
         all ranks.
 
         Raises:
-            UserError: On rank 0: `path` contains anything not written by an export, or `source` cannot be read.
-            OSError: On a rank that could not write.
-            RuntimeError: On all other ranks, after an error on any rank; names the rank.
+            UserError: `path` contains anything not written by an export, or `source` cannot be read.
+            RuntimeError: A rank could not write; names the rank and the reason.
             TransportError: A rank left, or the exchange of a file's tensors took too long.
         """
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
