@@ -386,7 +386,8 @@ class Run:
         self.kl.restore(state)
         self.step, self.version = state["step"], state.get("version", state["step"])
         self.first_evaluation = state["first_evaluation"]
-        self.entropy.restore(state["entropy"])
+        if "entropy" in state:  # earlier versions did not save the entropy coefficient
+            self.entropy.restore(state["entropy"])
         text = f"resuming after step {self.step} from {newest}"
         self.console.say(Event("resumed", text, step=self.step, checkpoint=newest.name))
         if restored_line:
