@@ -40,7 +40,15 @@ from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.drafts import draft_model, without_drafts
 from skyrl_mega.planner.flops import BACKWARD, PassWork, flops
-from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
+from skyrl_mega.planner.memory import (
+    critic_dims,
+    critic_view,
+    engine_memory,
+    itemsize,
+    kept_in_fp8,
+    moments,
+    on_cpu,
+)
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import layers, stage
 from skyrl_mega.planner.processes import EngineMemory
@@ -340,7 +348,7 @@ def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes:
     messages = per_rank * layers * _message_time(decoder, parallel, Links.from_config(config.cluster), size)
     launches = count * layers * rates.layer_us * 1e-6 * (1.0 if decoder.experts else DENSE_LAUNCHES)
     # In a layer with experts the host waits for the GPU, and a CPU computes what it launches.
-    together = operator.add if decoder.experts or planned_device(config) == "cpu" else max
+    together = operator.add if decoder.experts or on_cpu(config) else max
     bubble = 1 + (parallel.pipeline - 1) / (sizes.usual * parallel.virtual_pipeline)
     forward = together(compute + messages, launches) * bubble
     passes = PASSES[config.policy.recompute]
