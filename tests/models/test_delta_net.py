@@ -110,7 +110,7 @@ def test_every_fourth_layer_has_full_attention_by_default() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": [LINEAR] * 4}, "a list of 4 with both linear_attention and full_attention"),
+        ({"layer_types": [LINEAR] * 4}, "a list of 4 entries with both linear_attention and full_attention"),
         ({"layer_types": [FULL, LINEAR]}, "a list of 4"),
         ({"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads 2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
