@@ -107,7 +107,8 @@ def test_dry_run_command_and_exchange_count_alike(
     assert {digest for *_, digest in done} == {values["plan"]["digest"]} == {command["digest"]}
     assert values["plan"]["bytes_in_max"] == max(received for _, received, _ in done)
     text = dry_run_text.text(values)
-    assert ("FP8" in text) == ("FP8" in command["wire"]) == (wire == "fp8")
+    (line,) = (line for line in text.splitlines() if "on the wire" in line)
+    assert ("FP8" in line) == ("FP8" in command["wire"]) == (wire == "fp8")
     assert values["plan"]["digest"] in text
 
 
