@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import ray
 import torch
 from torch import Tensor
 
@@ -98,6 +97,8 @@ class Batch:
         Raises:
             ClusterError: Trajectories stored on a node are lost.
         """
+        import ray
+
         try:
             (self.tokens,) = read_samples([self.refs], driver_columns=True)
         except ray.exceptions.RayError as error:

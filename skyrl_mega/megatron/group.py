@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 
@@ -319,6 +318,8 @@ class TrainGroup:
 
         Ranks with the same tokens share one object, stored once per node.
         """
+        import ray
+
         stored = [
             ray.put([[cut(mini, micro) for micro in split.rows[data]] for mini, split in enumerate(self._splits)])
             for data in range(self.parallel.data)

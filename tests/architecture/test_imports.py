@@ -48,14 +48,14 @@ def missing(texts: Mapping[str, str], sources: Mapping[str, str]) -> list[str]:
     return [f"{name} imports {other}" for name, other in pairs if other.split(".")[0] != "kernels"]
 
 
-def test_every_room_is_in_the_table_once() -> None:
+def test_every_package_is_in_the_table_once() -> None:
     order = package_order()
     packages = {name.split(".")[0] for name in modules()} - {""}
     assert len(order) == len(set(order))
     assert packages | {"kernels"} == set(order)
 
 
-def test_rooms_import_only_from_rooms_above_them() -> None:
+def test_packages_import_only_from_packages_above_them() -> None:
     assert upward(modules(), package_order()) == []
 
 
@@ -63,7 +63,7 @@ def test_no_files_import_in_a_circle() -> None:
     assert circle(modules()) == []
 
 
-def test_a_planted_import_from_a_room_below_is_found() -> None:
+def test_a_planted_import_from_a_package_below_is_found() -> None:
     sources = modules()
     sources["config.checks"] += "\n\ndef late() -> None:\n    from skyrl_mega.trainer.loop import train\n"
     assert upward(sources, package_order()) == ["config.checks imports trainer.loop"]
@@ -73,6 +73,21 @@ def test_a_planted_circle_is_found() -> None:
     sources = modules()
     sources["trainer.step"] += "\nfrom skyrl_mega.trainer.loop import train\n"
     assert {"trainer.step", "trainer.loop"} <= set(circle(sources))
+
+
+def early_rays(sources: Mapping[str, str]) -> list[str]:
+    """Returns the files that import Ray when they are loaded, and so perhaps before `skyrl_mega.cluster`."""
+    return [name for name, text in sources.items() if re.search(r"^(import|from) ray\b", text, re.MULTILINE)]
+
+
+def test_no_file_imports_ray_before_the_settings_of_a_private_cluster() -> None:
+    assert early_rays(modules()) == []
+
+
+def test_a_planted_early_import_of_ray_is_found() -> None:
+    sources = modules()
+    sources["batch.samples"] = "import ray\n" + sources["batch.samples"]
+    assert early_rays(sources) == ["batch.samples"]
 
 
 ALONE, PROJECT = "envs.math", {"envs.math.env", "envs.math.data"}
