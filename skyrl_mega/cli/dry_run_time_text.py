@@ -10,10 +10,12 @@ from skyrl_mega.common.tables import aligned
 Values = Mapping[str, Any]
 HEADS = {"short": "short", "mean": "mean", "limit": "at the limit"}
 TOKENS = {"written": "tokens written", "read": "tokens read"}
-PHASES = ("generate", "tools", "logprobs", "critic", "train", "sync", "residency")
+PHASES = ("generate", "tools", "logprobs", "critic", "train", "sync", "residency", "other")
 SHARES = {"evaluation": "evaluation, its share", "checkpoint": "checkpoint, its share", "whole": "a step with both"}
-OPTIONAL = ("tools", "critic", "residency", *SHARES)
+OPTIONAL = ("tools", "critic", "residency", "other", *SHARES)
 """Rows left out if they are 0 in every column."""
+DIGITS = 4
+"""Digits shown of a rate."""
 HOURS = 2.0
 """Days below this number of hours are shown as hours."""
 
@@ -139,5 +141,6 @@ def _rates(time: Values) -> list[str]:
     rows = [("cluster.", "value", "within", "source")]
     for rate in time["rates"]:
         within = "exact" if rate["factor"] == 1 else f"×{rate['factor']:g}"
-        rows.append((rate["key"].removeprefix("cluster."), f"{rate['value']:,g}", within, rate["source"]))
+        value = float(f"{rate['value']:.{DIGITS}g}")
+        rows.append((rate["key"].removeprefix("cluster."), f"{value:,g}", within, rate["source"]))
     return ["rates", *aligned(rows, ragged=True)]

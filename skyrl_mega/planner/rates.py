@@ -35,6 +35,7 @@ DEFAULTS: Mapping[str, tuple[str, float]] = {
     "rates.engine_step_us": ("assumed: in engine_layer_us", 1.0),
     "rates.trajectory_us": ("assumed: none", 1.0),
     "rates.sync_s": ("assumed: none", 1.0),
+    "rates.step_s": ("assumed: none", 1.0),
     "rates.host_gb_s": ("PCIe 5.0 x16 data sheet", SHEET),
     "rates.host_node_gb_s": ("assumed: two sockets, DDR5", ASSUMED),
     "rates.disk_gb_s": ("assumed", ASSUMED),

@@ -91,6 +91,8 @@ class StepTime:
     """Part of `generate` and `tools` overlapping with the policy's work (`asynchrony`)."""
     tools: float = 0.0
     """Seconds added to `generate` by the environments; 0 if their time is unknown."""
+    other: float = 0.0
+    """Seconds of the driver besides the phases (`cluster.rates.step_s`)."""
 
     @property
     def step(self) -> float:
@@ -144,6 +146,7 @@ def step_time(
         residency=residency_time(config, decoder, parallel),
         ahead=min(generate + tools, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
         tools=tools,
+        other=config.cluster.rates.step_s,
     )
 
 
@@ -156,6 +159,7 @@ def time_without_generation(config: Config, decoder: Decoder, parallel: Parallel
         + critic_time(config, decoder)
         + _single_copy_time(config, decoder)
         + config.cluster.rates.sync_s
+        + config.cluster.rates.step_s
     )
 
 

@@ -30,7 +30,8 @@ class Rates:
     train_s: float
     """Seconds of all work of policy and driver in a step, per token of the batch."""
     sync_s: float
-    """Seconds of a weight sync, including moves between GPU and host memory (`residency.keep`)."""
+    """Seconds of a weight sync, with moves between GPU and host memory (`residency.keep`) and the driver's work besides
+    the phases of a step (`cluster.rates.step_s`)."""
 
     @classmethod
     def planned(cls, config: Config, model: Decoder, parallel: ParallelDims, length: Length) -> Rates:
@@ -64,7 +65,7 @@ class Rates:
             train_s=(sum(policy_times(scaled, model, parallel, step_batch)) + times.critic)
             / (step_batch.sequences * step_batch.mean)
             + config.cluster.rates.trajectory_us * 1e-6 / step_batch.mean,
-            sync_s=times.sync + times.residency,
+            sync_s=times.sync + times.residency + times.other,
         )
 
 

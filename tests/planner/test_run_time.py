@@ -64,6 +64,15 @@ def test_the_fixed_part_of_a_sync_is_added_to_its_messages() -> None:
     assert after.step - before.step == pytest.approx(0.25)
 
 
+def test_the_driver_adds_its_own_part_to_a_step() -> None:
+    config, decoder = slow_layers()
+    before = step_time(config, decoder, PARALLEL, 1.5)
+    config.cluster.rates.step_s = 0.125
+    after = step_time(config, decoder, PARALLEL, 1.5)
+    assert (before.other, after.other) == (0.0, 0.125)
+    assert after.step - before.step == pytest.approx(0.125)
+
+
 def test_launches_of_layers_without_experts_are_hidden_by_their_products() -> None:
     """The host waits for a GPU in layers with experts only; a CPU computes what it launches."""
     config, hf = Config(), MODELS["qwen3"]

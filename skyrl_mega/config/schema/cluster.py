@@ -52,6 +52,8 @@ class RatesConfig:
     """Microseconds of the driver per trajectory, in which engines wait."""
     sync_s: float = at_least(0, 0.0)
     """Seconds of a weight sync besides its messages: engines pause, and load what has arrived."""
+    step_s: float = at_least(0, 0.0)
+    """Seconds of a step besides its phases: the driver packs the batch and writes records and metrics."""
     disk_gb_s: float = at_least(0.001, 2.0)
     """GB/s at which all ranks of a node together write a checkpoint."""
     length_share: float = between(0.01, 1, 0.5)
