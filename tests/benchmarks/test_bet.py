@@ -25,11 +25,15 @@ def test_the_table_judges_what_takes_time() -> None:
         "dry_run_s": dry,
         "simulated_s": {"generate": 2.1, "step": 3.1},
         "measured_s": seconds,
-        "steps_s": [2.0, 3.1, 3.3, 5.0],
-        "bar_s": [2.5, 3.6],
-        "inside": 2,
+        "cases": {
+            "as it is": {"dry_run_s": 3.0, "measured_s": 3.2, "bar_s": [2.5, 3.6]},
+            "2 engines": {"dry_run_s": 2.0, "measured_s": 2.5, "bar_s": [1.7, 2.4]},
+            "reference": {"dry_run_s": 4.0, "measured_s": 3.3, "bar_s": [3.4, 4.8]},
+        },
     }
     lines = {line.split()[0]: line for line in table(result).splitlines()[1:-1]}
     assert lines["generate"].endswith("within 20 %") and lines["train"].endswith("off")
     assert lines["logprobs"].split()[-1] == "10.00" and lines["sync"].split()[-1] == "1.00", "too short to be judged"
-    assert table(result).endswith("holds in 2 of 4 steps")
+    assert lines["as"].split() == ["as", "it", "is", "3.000", "3.200", "0.94", "2.50", "to", "3.60", "s"]
+    assert lines["2"].endswith("outside") and lines["reference"].endswith("outside")
+    assert table(result).endswith("holds in 1 of 3 cases")
