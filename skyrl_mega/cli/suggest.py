@@ -38,12 +38,12 @@ def run(config: Config, args: argparse.Namespace) -> int:
             value=config.asynchrony.mode,
         )
     hf, _ = inputs.planned_inputs(config)
-    config, _ = rates.planned(config)
+    config, used = rates.planned(config)
     progress = SearchProgress()
     with progress.running():
         result = search.search(config, hf, int(args.suggest) if args.suggest else None, progress)
     result = refusal.without_refused(result, hf)
-    rows = suggest_rows.rows(config, hf, result.suggestions, result.gpus)
+    rows = suggest_rows.rows(config, hf, result.suggestions, result.gpus, used)
     simulated = None
     if rows.choices and not progress.interrupted:
         with progress.running():

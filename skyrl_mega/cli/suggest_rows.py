@@ -16,10 +16,13 @@ from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.host_memory import host_memory
 from skyrl_mega.planner.memory import GIB, engine_memory, gpu_bytes, policy_memory
 from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.rates import Rate
 from skyrl_mega.planner.relief import least_safe_phase
+from skyrl_mega.planner.run_time import ErrorBar, columns, error_bar
 from skyrl_mega.planner.search import TIE, Suggestion
 from skyrl_mega.planner.shared import shared_gpus, stage_ranks
 from skyrl_mega.planner.times import step_time
+from skyrl_mega.planner.trajectories import Trajectories, assumed
 
 SHOWN = 10
 """Maximum rows of distinct choices."""
@@ -48,6 +51,11 @@ class Row:
     def seconds(self) -> float:
         """Estimated seconds of a step."""
         return self.suggestion.seconds
+
+    @property
+    def gpu_hours(self) -> float:
+        """Estimated GPU-hours of a step."""
+        return self.seconds * self.gpus / 3600
 
     @property
     def gpus(self) -> int:
@@ -87,9 +95,13 @@ class Rows:
     """Error message of given settings that do not fit."""
     choices: Sequence[Row]
     """Distinct choices in the order of the search."""
+    bar: ErrorBar | None
+    """Error bar of the seconds of the first choice; None without choices."""
 
 
-def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion], gpus: int) -> Rows:
+def rows(
+    config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion], gpus: int, used: Sequence[Rate]
+) -> Rows:
     """Returns the given settings and the distinct suggestions as rows of the table. Settings that do not fit raise no
     error: the result has the message.
 
@@ -98,12 +110,34 @@ def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion
         hf: The model's config.json.
         suggestions: Fitting layouts in the order of the search.
         gpus: Number of GPUs of the search.
+        used: The rates of the settings with their uncertainties, as from `rates.planned`.
     """
     decoder = architecture(hf).describe(hf)
     error = find_error(config, hf, planned=True)
     given = None if error else row(as_suggestion(config, hf, decoder), decoder)
     comparable = [given] if given and given.gpus == gpus else []
-    return Rows(given, str(error) if error else None, distinct(suggestions, comparable, decoder))
+    choices = distinct(suggestions, comparable, decoder)
+    bar = step_error_bar(choices[0].suggestion, decoder, used) if choices else None
+    return Rows(given, str(error) if error else None, choices, bar)
+
+
+def step_error_bar(suggestion: Suggestion, decoder: Decoder, used: Sequence[Rate]) -> ErrorBar:
+    """Returns the error bar of a suggestion's seconds of a step, from the rates and the assumed lengths. Raises
+    UserError if the files of a draft model or head (`rollout.drafts`) cannot be used.
+
+    Args:
+        suggestion: The settings.
+        decoder: The model.
+        used: The rates of the settings with their uncertainties.
+    """
+    config, parallel = suggestion.config, suggestion.parallel
+    mean = assumed(config, parallel)
+    lengths = columns(config, parallel, mean)
+
+    def seconds(config: Config, trajectories: Trajectories) -> float:
+        return step_time(config, decoder, parallel, trajectories=trajectories).step
+
+    return error_bar(seconds, config, mean, used, [lengths["short"], lengths["limit"]])
 
 
 def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: Decoder) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,11 @@ from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.candidates import as_arguments
 from skyrl_mega.planner.large_engines import without_engine
 from skyrl_mega.planner.memory import GIB, gpu_bytes
+from skyrl_mega.planner.run_time import ErrorBar
 from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
 
+COST = "GPU-h"
+"""Column of GPU-hours, only in a table whose rows use different numbers of GPUs."""
 PASTED = 3
 """Number of layouts with settings written out."""
 HEAD = (
@@ -41,12 +44,14 @@ HEAD = (
     "host",
     "s a step",
     "saves",
+    COST,
 )
 ALWAYS = ("", "layout", "room", "s a step", "saves")
 """Columns of the table even if all rows agree."""
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Letters for parts of `residency.keep` in the table."""
 
+GPU_HOURS = f"{COST}: GPU-hours of a step, on all GPUs of the nodes; saves compares seconds only"
 HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
 STREAMED = "s in keep: the optimizer's state is streamed from host memory (policy.optimizer.streamed)"
 BLOCKS = "* after engines: their blocks of FP8 differ from the policy's"
@@ -80,6 +85,7 @@ def text(report: Report) -> str:
         *_given_lines(report),
         f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
         *_legend(report.rows),
+        *_error_lines(report.rows.bar),
         *_simulated_lines(report.simulated),
         *([] if search.complete else [cut_text(search)]),
         *(f"note: {note}" for note in notes(report.config, choices)),
@@ -132,11 +138,21 @@ def _given_lines(report: Report) -> list[str]:
     return [f"0: the settings as they are{better}"]
 
 
+def _error_lines(bar: ErrorBar | None) -> list[str]:
+    """Returns the line about the error bar."""
+    if bar is None:
+        return []
+    causes = sorted(bar.causes, key=lambda cause: cause.low / cause.high)[:3]
+    named = ", ".join(cause.name.removeprefix("cluster.") for cause in causes)
+    return [f"error bar of row 1: ×{bar.low:.2f} to ×{bar.high:.2f} of its seconds, mostly from {named}"]
+
+
 def _legend(rows: Rows) -> list[str]:
     shown = [row for row in (rows.given, *rows.choices) if row]
     policies = [row.suggestion.config.policy for row in shown]
     return [
         "saves: share of a step of row 0; room: GiB left on the fullest GPU; host: GiB used on the fullest node",
+        *([GPU_HOURS] if _differ_in_gpus(shown) else []),
         *([HOST] if any(policy.offload_layers for policy in policies) else []),
         *([STREAMED] if any(policy.optimizer.streamed for policy in policies) else []),
         *([BLOCKS] if any(row.partial_blocks for row in shown) else []),
@@ -215,7 +231,8 @@ def values(report: Report) -> dict[str, Any]:
 
     `room` (a memory warning) is given only for the first layouts, `why` only if nothing fits, `cut` only for an
     incomplete search; else they are missing or null. `rows` are the distinct choices, with the index in `found`;
-    `given` are the settings as they are, `simulated` is null without simulations.
+    `given` are the settings as they are, `factors` the ends of the first row's error bar (factors of its seconds), and
+    `simulated` is null without simulations.
     """
     search, rows, decoder = report.search, report.rows, report.decoder
     return {
@@ -233,6 +250,7 @@ def values(report: Report) -> dict[str, Any]:
         "rows": [
             {"index": search.suggestions.index(row.suggestion), **_row_values(row, rows.given)} for row in rows.choices
         ],
+        "factors": None if rows.bar is None else (rows.bar.low, rows.bar.high),
         "simulated": None if report.simulated is None else _simulated_values(report.simulated),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
@@ -260,6 +278,7 @@ def _row_values(row: Row, given: Row | None) -> dict[str, Any]:
         "peak": s.peak,
         "kv_tokens": s.kv_tokens,
         "seconds": s.seconds,
+        "gpu_hours": row.gpu_hours,
         "saves": row.saved(given),
         "free": row.free,
         "room": row.warning,
@@ -299,7 +318,9 @@ def _table(rows: Sequence[tuple[str, Row]], given: Row | None) -> list[str]:
         for i, name in enumerate(HEAD)
         if name not in ALWAYS and len(cells) > 1 and len({row[i] for row in cells}) == 1
     }
-    shown = [i for i in range(len(HEAD)) if i not in agreeing]
+    hidden = () if _differ_in_gpus(row for _, row in rows) else (COST,)
+    agreeing = {i: name for i, name in agreeing.items() if name not in hidden}
+    shown = [i for i, name in enumerate(HEAD) if i not in agreeing and name not in hidden]
     same = ", ".join(f"{name} {cells[0][i]}" for i, name in agreeing.items())
     left = 2 if 1 in agreeing else 3
     lines = aligned([[row[i] for i in shown] for row in (HEAD, *cells)], left=left)
@@ -323,7 +344,13 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         f"{row.host / GIB:,.0f}",
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
         "–" if saved is None else f"{saved:.0%}",
+        f"{row.gpu_hours:,.2f}",
     )
+
+
+def _differ_in_gpus(rows: Iterable[Row]) -> bool:
+    """Returns True if some rows use more GPUs than others."""
+    return len({row.gpus for row in rows}) > 1
 
 
 def _spans_nodes(config: Config) -> bool:

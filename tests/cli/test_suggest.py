@@ -331,7 +331,24 @@ def test_the_first_row_is_the_dry_run_of_the_settings(
     assert given["seconds"] == pytest.approx(seconds["step"], abs=seconds["sync"] + 0.1)
     assert first["index"] == 0 and first["saves"] == pytest.approx(1 - first["seconds"] / given["seconds"])
     assert first["overrides"] == result["found"][0]["overrides"]
+    assert main(["--config", file, "--dry-run", "--json", *first["overrides"]]) == 0
+    bar = json.loads(capsys.readouterr().out)["time"]["run"]["factors"]
+    assert result["factors"] == pytest.approx(bar, rel=0.1), "evaluations and the planned sync are missing"
     assert not result["simulated"]["rows"] and "simulations ended after" in result["simulated"]["note"]
+
+
+def test_rows_on_more_gpus_than_given_are_compared_by_their_gpu_hours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 1)
+    for gpus, compared in (("32", False), ("64", True)):
+        assert main(["--config", "configs/searchr1_30b.yaml", "--suggest", gpus]) == 0
+        out = capsys.readouterr().out
+        assert ("GPU-h\n" in out) is compared and ("GPU-h: GPU-hours of a step" in out) is compared
+        assert re.search(r"^error bar of row 1: ×0\.\d\d to ×[1-9]\.\d\d of its seconds, mostly ", out, re.MULTILINE)
+    given = next(line.split() for line in out.splitlines() if line.split()[:2] == ["0", "32"])
+    seconds, hours = map(float, (given[-3], given[-1]))
+    assert hours == pytest.approx(seconds * 32 / 3600, abs=0.01)
 
 
 def test_settings_that_do_not_fit_say_why_above_those_that_do(
