@@ -35,7 +35,7 @@ SETTINGS = (
     "algorithm.dynamic_sampling.enabled=false",  # every step trains, for any rewards
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LINE = "stopped by {}; the same command goes on from the newest checkpoint\n"
+LINE = "stopped by {}; the same command resumes from the newest checkpoint, if there is one\n"
 LIMIT_S = 300.0
 LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
