@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skyrl_mega.trajectories.by_reference import reference_to
-from skyrl_mega.trajectories.remote_arrays import StoredTrajectory
+from skyrl_mega.trajectories.by_reference import stored_tokens
 from skyrl_mega.trajectories.sequences import Column, Sequences, ragged_arange
 from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Kind, Trajectory
 
@@ -31,7 +30,7 @@ class Sample(NamedTuple):
     """A training sequence: tokens `start … end - 1` of a trajectory."""
 
     ref: Any
-    """A `StoredTrajectory`, or Ray's reference to one."""
+    """The trajectory's tokens as `Sequences`, or Ray's reference to a `StoredTrajectory`."""
     start: int
     """First token of the sample, as a position in the trajectory."""
     trained_from: int
@@ -92,7 +91,7 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
     Raises:
         ValueError: The number of a column's values differs from the number of tokens, in a trajectory of this process.
     """
-    ref = reference_to(t)
+    ref = stored_tokens(t) if t.remote_arrays is None else t.remote_arrays.ref
     whole = [Sample(ref, 0, 0, t.length)]
     if step_wise == "off":
         return whole
@@ -143,7 +142,7 @@ def read_local(batch: Samples | Sequences) -> Samples | Sequences:
 
     Sent to another process, a few arrays cost less than many samples. Samples of one trajectory repeat its tokens.
     """
-    if not isinstance(batch, Samples) or not all(isinstance(part.ref, StoredTrajectory) for part in batch.parts):
+    if not isinstance(batch, Samples) or not all(isinstance(part.ref, Sequences) for part in batch.parts):
         return batch
     alone = len({id(part.ref) for part in batch.parts}) == len(batch.parts)
     return read_samples([batch])[0] if alone else batch
@@ -163,19 +162,19 @@ def add_columns(sequences: Sequences, columns: dict[str, Tensor], mask_T: Tensor
         sequences[name] = of_tokens * mask_T if name in WEIGHT_COLUMNS else of_tokens
 
 
-def _fetch(references: Iterable[Any]) -> dict[Any, StoredTrajectory]:
-    """Returns the stored trajectory of each of Ray's references."""
-    references = list(dict.fromkeys(ref for ref in references if not isinstance(ref, StoredTrajectory)))
+def _fetch(references: Iterable[Any]) -> dict[Any, Sequences]:
+    """Returns the tokens of the stored trajectory of each of Ray's references."""
+    references = list(dict.fromkeys(ref for ref in references if not isinstance(ref, Sequences)))
     if not references:
         return {}
     import ray
 
-    return dict(zip(references, ray.get(references), strict=True))
+    return {ref: stored.tokens for ref, stored in zip(references, ray.get(references), strict=True)}
 
 
-def _read(samples: Samples, stored: dict[Any, StoredTrajectory], left_out: frozenset[str]) -> Sequences:
+def _read(samples: Samples, stored: dict[Any, Sequences], left_out: frozenset[str]) -> Sequences:
     """Returns the samples with all columns except `left_out`, as `read_samples`."""
-    cut = [(part.ref if isinstance(part.ref, StoredTrajectory) else stored[part.ref]).tokens for part in samples.parts]
+    cut = [part.ref if isinstance(part.ref, Sequences) else stored[part.ref] for part in samples.parts]
     at = [slice(part.start, part.end) for part in samples.parts]
     sequences = Sequences(
         samples.lengths, _join([s.tokens[where] for s, where in zip(cut, at, strict=True)], torch.int32)

@@ -30,16 +30,6 @@ def stored_tokens(t: Trajectory) -> Sequences:
     return stored
 
 
-def reference_to(t: Trajectory) -> Any:
-    """Returns Ray's reference to a trajectory's remote arrays. Without remote arrays returns a new `StoredTrajectory`
-    with the trajectory's token arrays, without messages and tools.
-
-    Raises:
-        ValueError: Without remote arrays: the number of a column's values differs from the number of tokens.
-    """
-    return StoredTrajectory(stored_tokens(t), b"") if t.remote_arrays is None else t.remote_arrays.ref
-
-
 def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
     """Returns a shallow copy of a trajectory without the fields `ARRAYS`, and these fields as a `StoredTrajectory`. The
     trajectory itself stays unchanged; it must have no remote arrays yet.

@@ -50,11 +50,10 @@ def teaches(batch: Batch, algorithm: AlgorithmConfig, moe: MoeConfig, groups: in
 def samples_of_tokens(tokens: Sequence[Sequence[int]]) -> module.Samples:
     """Returns samples of these tokens, all in the loss with weight 1."""
     from skyrl_mega.batch.samples import Sample, Samples
-    from skyrl_mega.trajectories.remote_arrays import StoredTrajectory
 
     parts = []
     for one in tokens:
         stored = Sequences.of([one])
         stored["mask"] = torch.ones(len(one), dtype=torch.int8)
-        parts.append(Sample(StoredTrajectory(stored, b""), 0, 0, len(one)))
+        parts.append(Sample(stored, 0, 0, len(one)))
     return Samples(parts, torch.tensor([len(one) for one in tokens]), {"weights": torch.ones(len(tokens))})
