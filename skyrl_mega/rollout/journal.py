@@ -124,8 +124,9 @@ def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
 
 def digest(request: Request) -> bytes:
     """Returns a 16-byte hash of a request's tokens, token limit and first position with routes."""
-    given = np.asarray([request.max_tokens, request.routes_from, *request.tokens], np.int32)
-    return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
+    limits = np.asarray([request.max_tokens, request.routes_from], np.int32)
+    tokens = np.asarray(request.tokens, np.int32)  # an array is read as it is: the context of every turn comes by here
+    return hashlib.blake2b(limits.tobytes() + tokens.tobytes(), digest_size=16).digest()
 
 
 def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:

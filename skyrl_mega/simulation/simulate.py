@@ -225,7 +225,7 @@ class _Player:
         for turn in turns:
             _grow(t, read.units(turn.read), 0)
             if count := written.units(turn.written):
-                request = Request(f"{name}/{t.turns}", range(len(t.tokens)), count, seed=0)
+                request = Request(f"{name}/{t.turns}", t.tokens, count, seed=0)
                 completion = await self.router.generate(request)
                 t.versions += [(version, len(t.tokens) + at) for version, at in completion.versions]
                 _grow(t, count, 1)
