@@ -56,7 +56,7 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
 
     Args:
         config: The settings.
-        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
+        say: Called with messages about data rows in which no answer earns a reward, and tensors that nothing reads.
 
     Raises:
         UserError: An input is invalid, or the run does not fit; the message is one line, with the nearest working

@@ -37,7 +37,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
 
     Args:
         config: The settings.
-        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
+        say: Called with messages about data rows in which no answer earns a reward, and tensors that nothing reads.
 
     Returns:
         The model's config.json: of `model.path`, or as `model.build` will write it.
@@ -84,7 +84,7 @@ def planned_inputs(
 
     Args:
         config: The settings.
-        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
+        say: Called with messages about data rows in which no answer earns a reward, and tensors that nothing reads.
 
     Returns:
         The model's config.json, or a known model's if `model.path` is absent; and the absent paths.
@@ -329,7 +329,7 @@ def check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> 
 
     Args:
         config: The settings.
-        say: Called with messages about rows whose reward no answer can earn.
+        say: Called with messages about rows in which no answer earns a reward.
         missing_ok: True to leave out absent files; the number of prompts is then checked only if no file of
             `data.train` is absent.
 

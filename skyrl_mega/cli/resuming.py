@@ -38,7 +38,7 @@ SHOWN = 12
 def checkpoint_of(config: Config) -> Path | None:
     """Returns the newest intact checkpoint of the run, from which it resumes.
 
-    Returns None without a checkpoint, or if `checkpoint.resume` is false. A missing folder is no error.
+    Returns None without a checkpoint, or if `checkpoint.resume` is false. A missing folder is not an error.
 
     Raises:
         UserError: A checkpoint was written by an earlier version, whose files are not read any more.

@@ -97,7 +97,8 @@ class Simulator:
         return f"simulate {self.started}{total}: {simulate_text.describe(choice)} …"
 
     def row(self, choice: Choice) -> SimulatedRow:
-        """Simulates a choice, prints a progress line, and returns the choice with its outcome; adds to `finished`.
+        """Simulates a choice, and returns the choice with its outcome. Calls `before`, prints a line to standard error,
+        and adds the result to `finished`, the list of all results.
 
         Raises:
             UserError: `cluster.rates_file` is wrong. Errors raised by `before` pass through.

@@ -40,16 +40,19 @@ class _TimeOver(Exception):
 
 
 def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_on: Callable[[], bool]) -> Simulated:
-    """Simulates rows 0 (the given settings) and 1 of the search and, in each split of the GPUs, an asynchronous mode.
+    """Simulates rows 0 (the given settings) and 1 of the search, and an asynchronous mode in each split of the GPUs.
 
-    Row 0 is left out if its number of GPUs differs. Ends after `SECONDS` of processor time; the note of the result then
-    says so. Without a simulated asynchronous mode the result has no rows. An invalid option raises no error, but is in
-    the note.
+    A split divides the GPUs between policy and engines. Row 0 is left out if the given settings do not fit, or have
+    another number of GPUs than row 1. Of the asynchronous rows the result has the fastest, and every other row faster
+    than the first synchronous row. Without a simulated asynchronous mode the result has no rows; the note says why.
+
+    Prints a line to standard error before each simulation. No simulation starts after `SECONDS` of processor time, or
+    once `goes_on` returned False; the note then says so. An invalid option raises no error, but is in the note.
 
     Args:
         hf: The model's config.json.
         rows: The rows of the search, with at least one choice.
-        args: Options that describe the trajectories.
+        args: The options `--tokens`, `--environment`, `--turns` and `--like`, which describe the trajectories.
         goes_on: Returns False to end the simulations.
     """
     first = rows.choices[0]

@@ -72,7 +72,8 @@ class Channel:
 
     @property
     def finished(self) -> int | None:
-        """Exit code of the finished driver; None before."""
+        """Exit code reported by the driver with `finish`; None without a report, as from a driver that crashed or was
+        killed. The driver's process may run for a moment after the report."""
         return self._flags[_FINISHED] - 1 if self._flags[_FINISHED] else None
 
     def finish(self, code: int) -> None:

@@ -224,7 +224,8 @@ class Fleet(SupervisedGroup):
             self.say(Event(kind, f"{name} {text}", actor=name, rank=rank, cause=cause))
 
     def running(self) -> dict[int, Any]:
-        """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
+        """Takes finished restarts into service, and returns rank → actor of the running actors, as a `SupervisedGroup`
+        does. Empty if no actor runs yet, but at least one starts.
 
         Raises:
             ActorFailed: An actor is given up, even if others run: its failure may have reached nobody, between two

@@ -314,7 +314,7 @@ class ActorGroup:
 
 def end_processes(location: Location) -> None:
     """Kills the process group of an actor, on any node. Returns when all processes are gone, or after at most twice
-    `END_S` seconds. A lost node is no error."""
+    `END_S` seconds. A lost node is not an error."""
     import ray
 
     if location.machine == machine():

@@ -213,10 +213,10 @@ class Nodes(NamedTuple):
 
 
 def nodes_of_cpus(config: Config, nodes: int, pool: int = 0) -> Nodes:
-    """Returns the number of the node of every process on CPUs: an equal share of the processes for each node, in order.
+    """Returns the number of the node of every process on CPUs.
 
-    A tensor parallel group stays on a single node. With `cluster.shared` an engine runs on the node of the policy ranks
-    below it.
+    Every node gets, in order, the same number of units up to rounding; a unit is a tensor parallel group or an engine.
+    With `cluster.shared` an engine runs on the node of the policy rank with the number of the engine's first worker.
 
     Args:
         config: The settings.

@@ -142,8 +142,8 @@ class Allocation:
         return sorted(file.name for file in (self.folder / state).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
-        """Writes a text to a file of the shared folder atomically, replacing an existing file; `file` is the path
-        inside this folder."""
+        """Writes a text to a file of the shared folder atomically, replacing an existing file. `file` is a path inside
+        the shared folder. Raises OSError if the file cannot be written."""
         partial = self.folder / f".{self.node}.partial"
         partial.write_text(text)
         partial.rename(self.folder / file)

@@ -78,10 +78,14 @@ class SupervisedGroup:
         return [rank for rank, present in enumerate(self.states) if present in states]
 
     def running(self) -> dict[int, Any]:
-        """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
+        """Takes finished restarts into service, and returns rank → actor of the running actors. Does not wait.
+
+        The result is empty if no actor runs yet, but at least one starts. Prints a message for each finished restart. A
+        failed restart counts as a new failure of the rank (`retire`): the rank restarts again, or is given up.
 
         Raises:
-            ActorFailed: All actors are given up, or have left; names the root cause of the last failure.
+            ActorFailed: Every actor is given up, or was removed from the group; names the root cause of the last
+                failure.
         """
         with self._lock:
             for rank, starting in list(self._starting.items()):

@@ -71,7 +71,7 @@ def in_use(folder: Path, prefix: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder. A missing path is no error; a folder's undeletable entries are skipped. For an
+    """Removes a file or a folder. A missing path is not an error; a folder's undeletable entries are skipped. For an
     undeletable file raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

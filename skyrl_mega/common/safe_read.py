@@ -175,7 +175,7 @@ def check_folder(folder: Path, fix: str) -> None:
 
     Raises:
         UserError: The folder cannot be listed, a file is not regular, or a file with a suffix of `WHOLE_FILE_SUFFIXES`
-            exceeds MOST_BYTES: path, reason and `fix`. A broken link is no error.
+            exceeds MOST_BYTES: path, reason and `fix`. A broken link is not an error.
     """
     try:
         files = sorted(folder.iterdir())

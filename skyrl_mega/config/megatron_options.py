@@ -150,8 +150,8 @@ UNPLANNED = {
 
 
 def unplanned_notes(policy: PolicyConfig) -> list[str]:
-    """Returns a note for the user for each given option with an effect on memory missing in the memory plan; [] without
-    any."""
+    """Returns a note for the user for each true option of `UNPLANNED` in `policy.options`, whose effect on memory the
+    memory plan does not include; [] without any."""
     given = policy.options
     return [
         f"policy.options.{name} = {shown(given[name])}: {note}" for name, note in UNPLANNED.items() if given.get(name)

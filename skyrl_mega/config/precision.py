@@ -69,11 +69,11 @@ def environment(precision: PrecisionConfig) -> dict[str, str]:
 @raising
 def check_precision(c: Config) -> Refusals:
     """Raises a UserError for settings of `policy.precision` without effect, or unsupported on the device or by other
-    settings.
+    settings; returns nothing to a caller, because of the decorator `raising`.
 
-    Refused are `first_layers` and `last_layers` without an FP8 recipe; FP8 `parameters` without recipe fp8_blockwise,
-    on a CPU, without `weights.wire=fp8` or with a streamed optimizer; and with `cluster.device=cuda` a recipe with
-    `policy.spec=local` or another `model.dtype` than bfloat16.
+    Refuses `first_layers` and `last_layers` without an FP8 recipe; FP8 `parameters` without recipe fp8_blockwise, on a
+    CPU, without `weights.wire=fp8` or with a streamed optimizer; and with `cluster.device=cuda` a recipe with
+    `policy.spec=local` or a `model.dtype` other than bfloat16.
     """
     p = c.policy.precision
     for name in ("first_layers", "last_layers") if p.recipe == "model" else ():

@@ -87,13 +87,13 @@ def check_files(
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Checks every row without building prompts, checks that this machine can run the rows' environments
-    (`check_ready`), and reports rows whose reward no answer can earn.
+    (`check_ready`), and reports rows in which no answer earns a reward.
 
     Args:
         files: Parquet files.
         config: Known environment names, and the default for rows without `env_class`.
         key: Setting naming the files, for errors.
-        say: Called with a message about rows whose reward no answer can earn.
+        say: Called with a message about rows in which no answer earns a reward.
 
     Returns:
         The number of rows.

@@ -144,8 +144,8 @@ class Engine(Protocol):
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
         order. Empty lists show that the engine still works.
 
-        The end of `Request.seconds` is no error (`finish` is then `timeout`). Closing the iterator early ends the other
-        requests. During `pause` and an update requests are accepted, and wait.
+        The end of `Request.seconds` is not an error (`finish` is then `timeout`). Closing the iterator early ends the
+        other requests. During `pause` and an update requests are accepted, and wait.
 
         Raises:
             EngineDied: The engine's process is gone or stalled.

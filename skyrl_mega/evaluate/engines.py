@@ -24,7 +24,7 @@ from skyrl_mega.trainer.start_workers import start_workers
 
 @dataclass(frozen=True)
 class EngineSource:
-    """Source of players on engines."""
+    """Source of players, which run an evaluation's trajectories on engines."""
 
     generator: Generator
     """Owns the engines."""
@@ -59,7 +59,8 @@ class EngineSource:
 
 @contextmanager
 def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
-    """Starts engines with the weights in `model.path`, and rollout workers if configured; yields a source of players.
+    """Starts engines with the weights in `model.path`, and rollout workers if configured; yields a source of players,
+    which run trajectories on the engines.
 
     Engines, workers and the Ray session end with the `with` block, also after an error.
 

@@ -173,7 +173,7 @@ def _header(parts: Sequence[LocalBox], begins: Sequence[int], ends: Sequence[int
 
 def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[BoxEntry]:
     """Returns the entries of these tensors in all files of a checkpoint, in the order of the files. Reads only headers.
-    A tensor without an entry is no error.
+    A tensor without an entry is not an error.
 
     Args:
         folder: The checkpoint's folder.

@@ -49,8 +49,8 @@ def load(
 ) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
-    Reads only the shard's boxes (`tensor_reader`), and whole experts of tensors with another order of axes on disk
-    (`row_reader`). Block FP8 and MXFP4 are dequantised. Padding stays unchanged.
+    Reads only the shard's boxes, which are index ranges of tensors (`parallel.box`), and whole experts of tensors with
+    another order of axes on disk (`row_reader`). Block FP8 and MXFP4 are dequantised. Padding stays unchanged.
 
     Args:
         path: The directory.
@@ -61,9 +61,10 @@ def load(
         written: Called with the name of each local tensor once the tensor is filled; not for a tensor left unchanged.
 
     Raises:
-        UserError: The shard has a tensor unknown to the model, a tensor is missing or misshapen, or a file cannot be
-            read or is cut off; described in one line. Tensors may then be filled already.
-        OSError: A file cannot be opened or read.
+        UserError: The shard has a tensor unknown to the model, a tensor is missing or misshapen, or config.json, an
+            index or a header cannot be read, or a file is cut off; described in one line. Tensors may then be filled
+            already.
+        OSError: A file can no longer be opened or read after its header was read.
         ValueError: A tensor of `params` is not of the shard's shape.
     """
     hf = read_config(path)
@@ -107,15 +108,15 @@ def save(
     timeout_s: float = 600.0,
 ) -> None:
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective of all ranks.
-    The directory appears when every file is written, before any rank returns, and replaces an older directory
-    recognised by `exported`. Tensors of the source unknown to the model are copied (`copied`).
+    The directory appears when every file is written, before any rank returns, and replaces an older directory written
+    by `save` (`exported`). Tensors of `source` unknown to the model are copied.
 
     Args:
         path: The directory to write.
         source: Directory of the configuration, tokenizer, and tensors to copy.
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
-        writers: Ranks that write files, in turn; several need a shared file system.
+        writers: Ranks that write the files in turn, file 0 by the first. Several writers need a shared file system.
         file_bytes: Maximum size of a file (at least one tensor); a writer needs up to twice as much host memory.
         timeout_s: Time limit in seconds of one exchange, in which every writer receives the tensors of a file.
 

@@ -73,11 +73,12 @@ def read_vocabulary(file: Path) -> dict[bytes, int]:
 
 
 def read_pattern(folder: Path) -> str:
-    """Returns the regular expression for words from the model's code, which is parsed and not run.
+    """Returns the regular expression for words from the model's code, which is parsed and not run. Reads the files
+    tokenization_*.py of the folder by name, until one assigns `pat_str`.
 
     Raises:
-        UserError: No file tokenization_*.py assigns `pat_str`, the first assignment found is not constant text, or a
-            file before it is no Python code.
+        UserError: No file assigns `pat_str`, the assigned value is not constant text, or a file read is not Python
+            code.
     """
     for file in sorted(folder.glob("tokenization_*.py")):
         try:

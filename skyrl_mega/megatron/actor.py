@@ -162,7 +162,7 @@ class MegatronActor:
         The tokens of samples are read from the object store.
 
         Args:
-            minis: Micro-batches of each mini-batch, as samples, or as sequences already read.
+            minis: For each mini-batch its micro-batches: `Samples` in the object store, or `Sequences` already read.
 
         Raises:
             RayError: A trajectory in the object store is lost; the previous micro-batches stay.
@@ -201,7 +201,7 @@ class MegatronActor:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         micros = list(chain(*self.minis))
         with_squares = squares is not None
@@ -221,7 +221,7 @@ class MegatronActor:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         results = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
         return None if results is None else [values.numpy() for values, *_ in results]
@@ -242,7 +242,7 @@ class MegatronActor:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         micros = list(chain(*self.minis))
         results = self.rank.values(micros)
@@ -253,21 +253,25 @@ class MegatronActor:
     def train(
         self, mini: int, temperature: float, loss: str, figures: Figures | None = None, forward_only: int = 0
     ) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch and returns name → metric: `grad_norm` before clipping and
-        `lr`, on the last pipeline stage also the loss's metrics. All ranks must call this. A gradient of exactly 0 is
-        no error: no weight moves, and `grad_norm` is 0.
+        """Takes one optimizer step on a mini-batch stored by `hold`.
+
+        All ranks must call `train`. A gradient of exactly 0 raises no error: no weight moves, and `grad_norm` is 0.
 
         Args:
-            mini: Index of the mini-batch.
+            mini: Index of the mini-batch in the argument of `hold`.
             temperature: Divides the logits; unused by a critic.
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
             figures: Figures of the run for the loss; None takes the defaults.
-            forward_only: Number of micro-batches at the end that take a forward pass only.
+            forward_only: Number of micro-batches at the end of the mini-batch with a gradient of exactly 0, equal on
+                all ranks. For these only a forward pass runs, and their metrics count.
+
+        Returns:
+            Name → metric: `grad_norm` before clipping and `lr`; on the last pipeline stage also the loss's metrics.
 
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite.
             NotOnDevice: Parameters, gradients or optimizer state are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
             UserError: The loss cannot be found or imported.
             KeyError, ValueError: A column that the loss needs is missing.
         """
@@ -277,15 +281,15 @@ class MegatronActor:
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
         """Returns name → metric of `train` without an optimizer step: the loss's metrics without `grad_norm`, `lr` and
-        `expert_balance`; {} on all pipeline stages but the last. Changes no weight; a loss of NaN is no error. All
-        ranks must call this.
+        `expert_balance`; {} on all pipeline stages but the last. Changes no weight. A loss of NaN raises no error. All
+        ranks must call `measure`.
 
         Args:
             mini, temperature, loss, figures: As for `train`.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
             UserError: The loss cannot be found or imported.
             KeyError, ValueError: A column that the loss needs is missing.
         """

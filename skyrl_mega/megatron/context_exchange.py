@@ -23,7 +23,8 @@ def heads_of_whole_row(parts: Sequence[Tensor], global_L: Tensor, group: Process
 
     Args:
         parts: Tensors of this rank's tokens.
-        global_L: [T], for each token of the row its index in the concatenation of the ranks' parts.
+        global_L: int64 [T], for each token of the row its index in the concatenation of the ranks' parts
+            (`PackedRow.global_L`).
         group: The context ranks.
 
     Raises:
@@ -39,8 +40,16 @@ def heads_of_whole_row(parts: Sequence[Tensor], global_L: Tensor, group: Process
 
 
 def tokens_of_all_heads(result: Tensor, global_L: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns this rank's tokens of all heads, [L, H · D], of a result for this rank's heads of the whole row,
-    [T, H / C · D]. The reverse of `heads_of_whole_row`; a collective of the context ranks, forward and backward."""
+    """Returns this rank's tokens with all heads, [L, H · D], from the whole row with this rank's heads.
+
+    The reverse of `heads_of_whole_row`. A collective of the context ranks, forward and backward.
+
+    Args:
+        result: Result of the attention for this rank's heads, [T, H / C · D], in the row's order.
+        global_L: int64 [T], for each token of the row its index in the concatenation of the ranks' parts
+            (`PackedRow.global_L`).
+        group: The context ranks.
+    """
     by_rank = torch.empty_like(result).index_copy_(0, global_L, result)
     received: Tensor = all_to_all_hp2sp(by_rank, group)
     return received

@@ -223,7 +223,7 @@ class TrainGroup:
         `_max`).
 
         The mini-batch needs the columns of the loss, such as weights and advantages; parameters, gradients and
-        optimizer must be on the device. A gradient of exactly 0 is no error: no weight moves, and `grad_norm` is 0.
+        optimizer must be on the device. A gradient of exactly 0 is not an error: no weight moves, and `grad_norm` is 0.
 
         Args:
             mini: Index of the mini-batch in the latest `hold`.
@@ -242,7 +242,7 @@ class TrainGroup:
     ) -> dict[str, float]:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
         signal: name → metric of the loss, without `grad_norm` and `lr`. Changes no weight and adds no column. Only the
-        parameters must be on the device. A loss of NaN is no error.
+        parameters must be on the device. A loss of NaN is not an error.
 
         Args:
             mini: Index of the mini-batch in the latest `hold`.

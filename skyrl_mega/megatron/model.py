@@ -59,8 +59,8 @@ class ValueGPT(HiddenGPT):
             self.value_head = ValueHead(self.config.hidden_size)
 
     def head(self) -> Tensor:
-        """Returns the value head's weight, float32 [1, H], not copied and whole on every tensor rank (last stage
-        only)."""
+        """Returns the value head's weight, float32 [1, H], not a copy. Every tensor rank has the whole weight. Raises
+        AttributeError on pipeline stages before the last."""
         return self.value_head.weight
 
 

@@ -36,7 +36,7 @@ class NotOnDevice(RuntimeError):
 
 
 class OffloadablePart:
-    """Storages offloaded and onloaded together.
+    """Storages moved together to host memory (offload) and back to the device (onload).
 
     An interrupted move can simply be repeated: the host copy is valid from the end of an offload until the end of the
     onload.
@@ -63,8 +63,8 @@ class OffloadablePart:
         return copied
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
-        """Starts copying the tensors' storages to host memory and returns the bytes to copy; 0 if already offloaded or
-        dropped. The device memory stays until `end_offload`."""
+        """Starts copying the tensors' storages to host memory and returns the bytes to copy. 0 if they are already
+        offloaded, or if the object was created with `dropped`. The device memory stays until `end_offload`."""
         return 0 if self.offloaded else self._start_offload(tensors)
 
     def end_offload(self) -> None:

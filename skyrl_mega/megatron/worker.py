@@ -290,7 +290,7 @@ class ModelWorker:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         self._begin_evaluation()
 
@@ -312,7 +312,7 @@ class ModelWorker:
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         self._begin_evaluation()
         results = self._per_token(micros, lambda *arguments: (values_of(*arguments),))
@@ -369,7 +369,7 @@ class ModelWorker:
         Raises:
             FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.
             NotOnDevice: Parameters, gradients or optimizer state are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         self.resident.require(*POLICY)
         self._restore_policy_weights()
@@ -406,14 +406,14 @@ class ModelWorker:
     ) -> dict[str, float]:
         """Returns the metrics of `train` that need no backward pass (all but `grad_norm`, `lr` and `expert_balance`),
         from a forward pass in evaluation mode; {} on all pipeline stages but the last. Changes no weight. A loss of NaN
-        is no error. A collective of all ranks.
+        is not an error. A collective of all ranks.
 
         Args:
             micros, objective, temperature: As for `train`.
 
         Raises:
             NotOnDevice: The parameters are offloaded.
-            WrongRoutes: A token was sent to experts other than replayed.
+            WrongRoutes: A token was sent to other experts than the replay requires.
         """
         self._begin_evaluation()
         with torch.no_grad():

@@ -21,8 +21,8 @@ H200_GIB = 139.8
 
 
 def without_engine(config: Config, decoder: Decoder) -> UserError | None:
-    """Returns, without raising it, the error of a model whose weights no engine inside a node holds; None if an engine
-    of some `rollout.tensor` does, on CPUs, and for engines of several nodes, which `fit.check` examines."""
+    """Returns an error if no engine within a node can hold the model's weights, whatever `rollout.tensor` is; else
+    None. Does not raise the error. None also on CPUs, and for engines of several nodes, which `fit.check` examines."""
     config = engine_view(config)
     node, size = config.cluster.gpus_per_node, gpu_bytes(config)
     if on_cpu(config) or engine_ranks(config.rollout) > node:

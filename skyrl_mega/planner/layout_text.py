@@ -35,8 +35,13 @@ def policy_rows(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]
 
 
 def worker_rows(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row (name of the column → value) for each worker of an engine, for the table of a dry run; all engines
-    are alike. The columns are `worker`, and inclusive ranges (`0-7`) of the worker's layers, heads and experts."""
+    """Returns a row (name of the column → value) for each worker of an engine, for the table of a dry run. All engines
+    are alike.
+
+    The columns are `worker` (a number from 0), `layers`, and, if the model has them, `heads`, `kv` heads, `experts` and
+    `columns` of an expert. `layers` is always the range of all layers, such as `0-7`. The other parts are an inclusive
+    range or a single number, as text.
+    """
     cut = EngineCut.of(config.rollout)
     rows = []
     for worker in range(cut.workers):

@@ -193,7 +193,7 @@ def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
 
 def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMemory:
     """Estimates the memory of worker `worker`, counted within the engine, by kind: of a GPU, or of the host on a CPU. A
-    KV cache without space is no error: `tokens` is then 0.
+    KV cache without space is not an error: `tokens` is then 0.
 
     Raises:
         UserError: The files of a draft model or head (`rollout.drafts`) cannot be used.

@@ -86,9 +86,9 @@ class Rate:
 def planned(config: Config) -> tuple[Config, list[Rate]]:
     """Returns the settings with measured rates in place of defaults, and all rates with their sources.
 
-    Measured rates come from `cluster.rates_file`; if null, on GPUs, from the first results of an H100 SXM in `FOLDER`,
-    or else the `CHIP_RATES` of an H200 there, if any. A rate set to its default value counts as a default, and a
-    measured rate replaces it.
+    Measured rates come from `cluster.rates_file`. If the setting is null, on GPUs: from the first file, by name, of
+    `FOLDER` with results of an H100 SXM; or else from the first file of an H200, but only the rates named in
+    `CHIP_RATES`. A rate set to its default value counts as a default, and a measured rate replaces it.
 
     Raises:
         UserError: The file of measured rates cannot be read or has another format.
@@ -129,8 +129,8 @@ def has_times(config: Config) -> bool:
 
 
 def shifted(config: Config, rate: Rate, factor: float) -> Config:
-    """Returns the settings with `rate.value` · `factor` as the value of the setting `rate.key`; a share (`…_share`)
-    becomes at most 1. The present value in `config` does not matter."""
+    """Returns new settings with `rate.value` · `factor` as the value of the setting `rate.key`, whatever its value in
+    `config`. A share (`…_share`) becomes at most 1."""
     value = rate.value * factor
     change: Change = ((rate.key, min(1.0, value) if rate.key.endswith("_share") else value),)
     return changed(config, change)

@@ -180,8 +180,8 @@ def search(
     goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
     """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts, best first, or the nearest
-    miss. Nothing fitting is no error. If nothing fits, a quarter of this time goes into finding a sufficient number of
-    GPUs.
+    miss. Nothing fitting is not an error. If nothing fits, a quarter of this time goes into finding a sufficient number
+    of GPUs.
 
     Args:
         config: The settings.

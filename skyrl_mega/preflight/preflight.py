@@ -168,8 +168,8 @@ def _missing_nodes(nodes: Sequence[ClusterNode], config: Config) -> str:
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Returns the nodes for actors in the connected Ray cluster, ordered by address. A node is named by its address,
-    with `#0`, `#1`, … if several have the same."""
+    """Returns the nodes of the connected Ray cluster that are alive and have CPUs, ordered by address. A node is named
+    by its address, with `#0`, `#1`, … if several nodes have the same address."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)

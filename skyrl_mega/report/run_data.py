@@ -207,7 +207,9 @@ class RunData:
 
     @property
     def recovered(self) -> list[EventLine]:
-        """Events of crashes survived by the run: of engines, rollout workers, trajectories, the retrieval service."""
+        """Events of crashes that the run recovered from: of engines, rollout workers, trajectories, the retrieval
+        service. A crash of an engine or a rollout worker without a restart is in `given_up` instead, even if the run
+        continued with the others."""
         lost = self.given_up
         return [event for event in self.events if event.kind in (*RECOVERED, GIVEN_UP) and event not in lost]
 

@@ -99,7 +99,8 @@ class SearchClient:
         return state
 
     def close(self) -> None:
-        """Closes the connections and ends the client's thread; the client cannot be used afterwards."""
+        """Closes the connections and ends the client's thread. No method may be called afterwards: the call would wait
+        without limit."""
         self._wait(self._http.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 

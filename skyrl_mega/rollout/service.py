@@ -101,7 +101,7 @@ class RolloutService:
         ticket's `played` (from a checkpoint) do not run again.
 
         If no group is under way, the engines first forget cached prefixes, which takes up to `timeout_s`. Without
-        tickets nothing happens. A missing engine is no error while engines restart: the requests wait.
+        tickets nothing happens. A missing engine is not an error while engines restart: the requests wait.
 
         Raises:
             ActorFailed: The restart budget is used up.

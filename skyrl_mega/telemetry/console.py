@@ -159,7 +159,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Prints and logs a line; terminal control characters are escaped and secrets hidden. A closed reader of the
-        output is no error, but a log that cannot be written raises OSError.
+        output is not an error, but a log that cannot be written raises OSError.
 
         If `text` is an `Event`, also appends the event to `events.jsonl` and the JSON output (`record`).
         """

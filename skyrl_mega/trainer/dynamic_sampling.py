@@ -59,7 +59,8 @@ class GroupSelection:
 
     def groups(self, seed: list[int]) -> list[Group]:
         """Returns the groups for training: at most `wanted` groups with a signal (rewards that differ). With the mode
-        `replace`, once `complete`, copies of random groups fill the list up to `wanted`.
+        `replace`, once enough groups have a signal (`complete`), copies of random groups of the list fill the list up
+        to `wanted`. [] if no group has a signal.
 
         Args:
             seed: Seed for the choice of copies.

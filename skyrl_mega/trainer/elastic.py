@@ -273,8 +273,9 @@ def refuse_private_cluster(settings: ElasticConfig) -> None:
 
 @contextmanager
 def elastic_engines(setup: Setup, fleet: Fleet) -> Iterator[None]:
-    """Lets engines join and leave a run inside the `with` block, by `rollout.elastic`; does nothing with `most` 0. With
-    `autoscale`, also asks Ray's autoscaler for nodes, and withdraws the request after the block.
+    """Lets engines join and leave a run inside the `with` block, by `rollout.elastic`; does nothing if its `most` is 0.
+    If its `autoscale` is true, also asks Ray's autoscaler for nodes, and withdraws the request after the block. Engines
+    that joined keep running after the block.
 
     Args:
         setup: The run's settings, model and device.

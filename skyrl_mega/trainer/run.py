@@ -332,8 +332,8 @@ class Run:
             self.checkpoints.save(self.step, state, parts)
 
     def save_before_exit(self) -> None:
-        """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step. A request
-        for a graceful end does not interrupt the save.
+        """Writes a checkpoint of the completed steps, unless the newest checkpoint is of the last completed step. A
+        request for a graceful end does not interrupt the save.
 
         Raises:
             UserError: All checkpoints are damaged.

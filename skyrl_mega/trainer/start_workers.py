@@ -18,10 +18,12 @@ from skyrl_mega.trainer.start_actors import Setup, start_group
 
 def start_workers(setup: Setup) -> Workers | None:
     """Starts the run's rollout workers, each with its share of `rollout.concurrency` and `environment.workers`. Returns
-    None if `environment.processes` is 0: trajectories then run in threads of the driver.
+    None if `environment.processes` is 0: trajectories then run in threads of the driver. `setup.stack` ends the
+    workers.
 
     Raises:
-        UserError: The model has no usable tokenizer or chat template, or an environment cannot be imported.
+        UserError: The model has no usable tokenizer or chat template, or an environment or the generator cannot be
+            imported.
         ActorFailed, ActorTimeout: A worker failed, or did not start within `setup.timeout_s`; none is left.
     """
     config = setup.config

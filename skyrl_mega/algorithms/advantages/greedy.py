@@ -16,7 +16,7 @@ def remax(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
         A_i = r_i - r(greedy)        exactly 0 without a greedy answer, for example after a failed environment
 
     Raises:
-        ValueError: `greedy_N` is None. A `greedy_N` of NaN everywhere is no error: all advantages are 0.
+        ValueError: `greedy_N` is None. A `greedy_N` of NaN everywhere is not an error: all advantages are 0.
     """
     if inputs.greedy_N is None:
         raise ValueError("remax needs greedy_N")

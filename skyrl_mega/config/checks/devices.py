@@ -125,8 +125,8 @@ def check_enough(c: Config, prompts: int, what: str) -> Refusals:
 
 
 def check_cluster(c: Config, planned: bool) -> None:
-    """Checks engines, layers and GPUs for the devices of the cluster. GPUs are checked for `cluster.device=cuda`, and
-    for auto if `planned`.
+    """Checks settings of engines, of `policy.spec` and of the number of GPUs against `cluster.device`. The number of
+    GPUs is checked for `cluster.device=cuda`, and for auto if `planned`. Looks at no hardware.
 
     Args:
         c: The settings.

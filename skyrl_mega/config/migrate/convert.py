@@ -435,11 +435,11 @@ def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: Tr
 def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns `algorithm.loss_mean` constant with its divisor; ignores the value and `here`.
 
-    The divisor is the value of the other program's key `argument`; without such a value, or with None, our maximum
-    response length.
+    The divisor is the value of the other program's key `argument`. Without such a value, or with None as `argument`,
+    the divisor is `rollout.max_response_tokens`, or else `rollout.sampling.max_tokens`.
 
     Raises:
-        Dropped: The divisor is no number.
+        Dropped: The divisor is not a number.
     """
     length = state.theirs(argument) if argument else None
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")

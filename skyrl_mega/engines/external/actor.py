@@ -91,7 +91,7 @@ class ExternalEngine:
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
         order. Empty lists are signs of life. After an update completions wait for `trust`. The end of `Request.seconds`
-        is no error (`finish` is then `timeout`).
+        is not an error (`finish` is then `timeout`).
 
         Raises:
             EngineDied: The server is gone, silent for `rollout.request_timeout_s`, or serves another version.
@@ -296,13 +296,19 @@ class ExternalEngine:
         await self.server.update(*self.fetched)
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Installs the weights as `version`, drops cached prefixes, asks the server for its version, resumes computing,
-        and returns each worker's seconds and bytes of the update (zeros from a server that loads a directory).
-        Completions are held back from now on until `trust`.
+        """Installs the received weights as `version`, and resumes computing.
+
+        Before resuming, drops cached prefixes and asks the server for its version. Completions are held back from now
+        on until `trust`. After an error the server stays paused.
+
+        Returns:
+            For each worker the fields of `ExchangeReport`: seconds and bytes of the update. A server that loads a
+            directory gives a single entry of zeros.
 
         Raises:
-            ServerGone, ServerRefused: The server states another version, does not answer, or refuses, for example
-                because a worker lacks a part of the weights.
+            ServerGone: The server does not answer, or states another version.
+            ServerRefused: The server refuses, for example because a worker lacks a part of the weights.
+            NotReady: Weights are undefined.
         """
         reports = [asdict(ExchangeReport())]
         if self.receiver is not None:

@@ -139,7 +139,8 @@ def check_servers(config: Config, vocab: int, experts: bool = False) -> None:
         experts: True if the model has experts.
 
     Raises:
-        UserError: A server does not answer within `REACH_S`, or does not fit the run, or its API key is not set.
+        UserError: A server does not answer within `REACH_S`, or does not fit the run (vocabulary, maximum length, type,
+            way of taking weights), or its API key is not set.
     """
 
     async def check(spec: ExternalSpec) -> None:

@@ -136,7 +136,7 @@ class VllmEngine:
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
-        order. Empty lists are signs of life. The end of `Request.seconds` is no error (`finish` is then `timeout`).
+        order. Empty lists are signs of life. The end of `Request.seconds` is not an error (`finish` is then `timeout`).
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.

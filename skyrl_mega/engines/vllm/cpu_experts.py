@@ -38,8 +38,8 @@ def allow_expert_parallelism() -> None:
 
 
 def allow_replicas() -> None:
-    """Adds to vLLM's communicator on a CPU the two operations that experts need between data-parallel replicas, over
-    gloo. May be called again in the same process."""
+    """Lets a model with experts run in several data-parallel replicas on CPUs: adds the missing operations
+    `all_gatherv` and `reduce_scatterv`, over gloo, to vLLM's communicator. May be called again in the same process."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator.all_gatherv = _all_gatherv

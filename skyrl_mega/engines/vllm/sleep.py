@@ -148,8 +148,14 @@ class CudaMemory:
         """Parts that are asleep."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """Returns the constants (see `Memory`), each as the bytes of its whole storage, uint8, sharing the memory.
-        Searches all tensors known to Python, as kernels also keep some in caches outside the model's modules.
+        """Returns the constants: data in the weights' memory that no weight update writes, such as rotary tables and
+        scales. [] without constants.
+
+        Each constant is a uint8 tensor with the bytes of a whole storage, and shares the memory. Searches all tensors
+        known to Python, as kernels also keep some in caches outside the model's modules.
+
+        Args:
+            filled: The tensors that an update writes, which are no constants.
         """
         inside = _Ranges(self.allocator, TAGS[WEIGHTS][0])
         seen = {storage._cdata for storage in storages(filled)}

@@ -77,7 +77,7 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting:
         listing: Command that prints the names of containers.
         removal: Command that removes the containers named in further arguments.
         quiet_s: Seconds without a container at the end.
-        starting: Argument of clients that start containers; "" for none.
+        starting: Argument on the command line of client programs that start containers; "" for none.
     """
     start = quiet_since = time.monotonic()
     while time.monotonic() - start < LONGEST_S:
@@ -99,8 +99,8 @@ def request_of(owner: int, listing: Sequence[str], removal: Sequence[str], start
         owner: Process id of the owner.
         listing: Command that prints the names of the owner's containers.
         removal: Command that removes the containers named in further arguments.
-        starting: Argument of clients that start containers, by which the reaper knows running clients; without such an
-            argument the reaper waits `QUIET_S` seconds for clients.
+        starting: Argument on the command line of client programs that start containers; "" for none. The reaper does
+            not end while such a program runs. In every case the reaper waits `QUIET_S` seconds for further containers.
     """
     return json.dumps({"owner": owner, "list": list(listing), "remove": list(removal), "starting": starting})
 

@@ -77,7 +77,8 @@ class SweRexRuntime:
 
     def start(self, image: str, timeout_s: float) -> SweRexContainer:
         """Starts a container of an image by the user's program, and returns it once its server answers. Ends the
-        program after a fault.
+        program after a fault. `timeout_s` limits start, answer and preparation together, with at least 1 s for each of
+        the last two.
 
         Raises:
             InfrastructureFault: The program cannot be started or prints no address in `timeout_s` seconds, the server

@@ -22,8 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows, each with a seed of the environment. The seeds of the
-    two files are disjoint. Deterministic in `args.seed`."""
+    """Returns file name → rows: `args.train` rows of `train.parquet`, `args.test` rows of `test.parquet`.
+
+    Each row has the system message `args.prompt` and a seed of the environment. No seed occurs twice, in one file or in
+    both. Deterministic in `args.seed`.
+
+    Args:
+        args: The options of `add_arguments`, and `seed`.
+    """
     seeds = np.random.default_rng(args.seed).permutation(args.train + args.test).tolist()
     return {
         "train.parquet": _rows(seeds[: args.train], "train", args.prompt),

@@ -86,7 +86,7 @@ class ContainerProgram:
             folder: Working folder; None for `FOLDER`.
 
         Returns:
-            The result. A program that fails, is late or prints too much is no error: the status tells.
+            The result. A program that fails, is late or prints too much is not an error: the status tells.
 
         Raises:
             InfrastructureFault: The policy cannot be made reachable in the container, the container takes no files, or
@@ -148,7 +148,7 @@ def words_with_scripts(command: str, key: str) -> list[str]:
     """Returns the words of a command, split as by a shell, with absolute paths of the scripts of this machine.
 
     A script is a word with an ending in `SCRIPTS`, such as `.py`, that names an existing file. A relative path starts
-    at the current folder of this process. Other words stay unchanged, and a missing script is no error here.
+    at the current folder of this process. Other words stay unchanged, and a missing script is not an error here.
 
     Args:
         command: Program and arguments.

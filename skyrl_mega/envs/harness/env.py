@@ -123,7 +123,8 @@ class HarnessEnv(AgentEnv):
 
     @classmethod
     def longest_run_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns `timeout_s` plus the time for ending the program, in seconds."""
+        """Returns the longest duration of the program in seconds: the option `timeout_s` plus the time for ending the
+        program. `options` has all options, with defaults filled in."""
         return float(options["timeout_s"]) + GRACE_S
 
     @classmethod
@@ -173,8 +174,8 @@ class HarnessEnv(AgentEnv):
         Raises:
             ProgramFailed: The program failed or was ended for memory, and the option `failed_exit` is `error`.
             BadOutput: The judge gave no reward, or asks for another turn.
-            UserError: The image does not exist, the machine lacks a required confinement, or a file of a software task
-                cannot be used, such as its test patch.
+            UserError: The image does not exist, the machine lacks isolation that the sandbox requires, or a file of a
+                software task cannot be used, such as its test patch.
             InfrastructureFault: The program or container cannot be started, or the container is gone.
             Exception: The judge raised it.
         """

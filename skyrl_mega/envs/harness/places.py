@@ -87,12 +87,12 @@ class ProgramFolder:
             texts: Name → text of files, written into the working folder first.
 
         Returns:
-            The result. A program ended by a limit is no error: the status names the limit.
+            The result. A program ended by a limit is not an error: the status names the limit.
 
         Raises:
             InfrastructureFault: The program cannot be started, or the sandbox around it was killed. If
                 `Program.kill_is_fault` is True, also after an end for memory, or by a SIGKILL that no limit sent.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
             RuntimeError: The place is not open.
         """
         return self.program.within(endpoint.seconds).run(endpoint, self._opened(), texts)
@@ -154,7 +154,7 @@ class ProgramContainer:
             texts: Name → text of files, written into the program's folder (`container_program.FOLDER`) first.
 
         Returns:
-            The result. A program that is late or prints too much is no error: the status says so.
+            The result. A program that is late or prints too much is not an error: the status says so.
 
         Raises:
             InfrastructureFault: The program cannot be started, or the container is gone.
@@ -221,7 +221,7 @@ class TaskContainer:
             texts: Name → text of files, written into the program's folder (`container_program.FOLDER`) first.
 
         Returns:
-            The result. A program that is late or prints too much is no error: the status tells.
+            The result. A program that is late or prints too much is not an error: the status tells.
 
         Raises:
             InfrastructureFault: The program cannot be started, or the container is gone.

@@ -60,13 +60,13 @@ class Program:
             files: Name → text of files, written into the folder first, `TASK` included.
 
         Returns:
-            The result. A program ended by a limit is no error: the status names the limit, such as `timeout`. The
+            The result. A program ended by a limit is not an error: the status names the limit, such as `timeout`. The
             status `memory`, and an end by a SIGKILL that no limit sent, are returned only if `kill_is_fault` is False.
 
         Raises:
             InfrastructureFault: The program cannot be started, or the sandbox around it was killed. If `kill_is_fault`
                 is True, also for the two ends above.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         inside = replace(endpoint, url=f"http://{HOST}:{PORT}") if self._has_own_network(endpoint) else endpoint
         result = self.box.run(

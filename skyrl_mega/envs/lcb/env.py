@@ -64,7 +64,7 @@ class LcbEnv(BaseTextEnv):
 
         Raises:
             InfrastructureFault: The sandbox cannot start a program.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         code = code_of(action)
         tests = self.cases[: self.options["max_tests"] or None]

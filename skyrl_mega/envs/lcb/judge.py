@@ -96,7 +96,7 @@ def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float,
 
     Raises:
         InfrastructureFault: The sandbox cannot start a program.
-        UserError: The machine lacks a required confinement.
+        UserError: The machine lacks an isolation feature that the sandbox requires.
     """
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds

@@ -12,7 +12,7 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 class MultiplyEnv(BaseTextEnv):
-    """Reward 1 for the right product in the first `\\boxed{…}`, else 0.
+    """Reward 1 for the right product in the first `\\boxed{…}`, else 0; less in later turns with `discount` below 1.
 
     With `max_turns` above 1, the policy is told about a wrong answer and may retry, until the answer is right or the
     turns are used.
@@ -37,10 +37,10 @@ class MultiplyEnv(BaseTextEnv):
         return None if boxed else "the box of an answer ends at its first brace; allowed is a number"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges an answer. A wrong answer may be retried until `max_turns`.
+        """Judges the policy's answer of this turn. A wrong answer may be retried until `max_turns`.
 
         Returns:
-            The reward of the right answer, the option `discount` to the power of the number of earlier attempts, else
+            The reward: for the right answer the option `discount` to the power of the number of earlier attempts, else
             0. A message that asks for another attempt, unless the trajectory ends. `metadata` has `parsed_answer`, None
             without a box.
         """

@@ -62,7 +62,7 @@ class PythonToolEnv(BaseTextEnv):
 
         Raises:
             InfrastructureFault: The sandbox cannot start the program.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         self.turns += 1
         tag = first_tag(action, "python", "answer")

@@ -41,7 +41,7 @@ def make() -> str:
 
 
 def owner() -> str:
-    """Returns a name of this process, unique on the machine: `<pid>-<start time>`."""
+    """Returns a name of this process as the owner of sandbox folders, unique on the machine: `<pid>-<start time>`."""
     return f"{os.getpid()}-{_start_time(os.getpid())}"
 
 

@@ -169,8 +169,8 @@ class Sandbox:
         serve: Callable[[socket.socket], None] | None = None,
     ) -> SandboxResult:
         """Runs a command and waits for its end; all its processes are dead on return. A failed command, or one ended by
-        a limit, is no error: see `SandboxResult.status`. If the run gives up on the environment's step meanwhile, the
-        command is killed, with the status `failed`.
+        a limit, is not an error: see `SandboxResult.status`. If the run gives up on the environment's step meanwhile,
+        the command is killed, with the status `failed`.
 
         Args:
             argv: Absolute path of the program, and its arguments.
@@ -186,7 +186,7 @@ class Sandbox:
                 unconfined, `serve` is not called, and the command has the network of this process.
 
         Raises:
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
             InfrastructureFault: The command cannot be started, or the jail around it was killed.
         """
         limits = limits or self.limits

@@ -120,7 +120,7 @@ class LocalSession:
         Raises:
             RuntimeError: The session is not open.
             InfrastructureFault: The sandbox cannot start the command.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)

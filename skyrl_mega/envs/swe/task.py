@@ -64,7 +64,7 @@ class Task:
 
     @property
     def repo(self) -> Path:
-        """Folder of the repository, for a task without a repository in an image."""
+        """Folder of the repository; does not exist for a task with the repository in an image (`in_image`)."""
         return self.path / "repo"
 
     @property

@@ -81,12 +81,13 @@ class Database:
 
         Raises:
             InfrastructureFault: The sandbox cannot start, or was killed from outside.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         return self._run([sql], seconds)[0][0]
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, QueryResult, QueryResult]:
-        """Runs two queries, and compares the results.
+        """Runs two queries, and compares the results. A query that fails or takes too long raises no error, but is a
+        reason.
 
         Args:
             sql: The policy's solution.
@@ -97,8 +98,8 @@ class Database:
             The reason why the results differ (None if equal), the solution's result, and the gold result.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start.
-            UserError: The machine lacks a required confinement.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
         return reason, ours, theirs

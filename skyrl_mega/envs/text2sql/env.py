@@ -115,7 +115,7 @@ class Text2SqlEnv(BaseTextEnv):
 
         Raises:
             InfrastructureFault: The sandbox cannot start.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         self.turns += 1
         self.written.append(action)

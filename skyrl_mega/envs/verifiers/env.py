@@ -160,7 +160,7 @@ class VerifiersEnv(AgentEnv):
             VerifiersStopped: The environment's agent ended with an error, as after a refused request.
             VerifiersFailed: The environment or its process failed, or took longer than `timeout_s` + `scoring_s`.
             InfrastructureFault: A service below the environment failed, or the process was killed from outside.
-            UserError: The machine lacks a required confinement.
+            UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         order = _order(self.options, self.max_turns) | {"task": json.loads(self.extras["extra_info"]["task"])}
         with closing(self.program.box.workspace()) as folder:

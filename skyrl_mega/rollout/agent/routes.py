@@ -82,10 +82,11 @@ def keep(t: Trajectory, parts: Sequence[np.ndarray | int]) -> None:
 
 
 def filled(parts: Sequence[np.ndarray | int]) -> list[np.ndarray]:
-    """Returns routes in parts, with zeros for tokens without a route; [] without any routes.
+    """Returns the parts with every number replaced by an array of zeros; [] if no part has routes. The result is a list
+    of arrays [n, M, K], in the order of the tokens: the K experts of each of M layers for n tokens.
 
     Args:
-        parts: Routes [n, M, K], in the order of the tokens; a number stands for so many tokens without a route.
+        parts: Routes [n, M, K], in the order of the tokens, or a number n of tokens without a route.
     """
     like = next((part for part in parts if isinstance(part, np.ndarray)), None)
     if like is None:

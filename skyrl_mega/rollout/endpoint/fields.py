@@ -185,10 +185,10 @@ def ignored(
     `LONGEST_NAME` characters.
 
     Args:
-        body: Parameters; None counts as not given.
-        followed: Names of parameters with their usual effect, or without any effect at all.
-        further: Further ignored names.
-        fixed: Parameter → values equal to the fixed behaviour, which are not ignored.
+        body: The request's parameters; a value of None counts as not given.
+        followed: Names not to report: parameters with their usual effect, and parameters without an effect anywhere.
+        further: Names to report in any case.
+        fixed: Parameter → values equal to the fixed behaviour, which are not reported.
     """
     given = {name for name, value in body.items() if value is not None and value not in (fixed or {}).get(name, ())}
     return tuple(name[:LONGEST_NAME] for name in sorted((given - {*followed}).union(further))[:MOST_IGNORED])

@@ -112,7 +112,8 @@ def mismatch_rises(view: StepView) -> Finding | None:
 
 def routes_differ(view: StepView) -> Finding | None:
     """Returns a finding if, in any layer, the share of tokens that the policy would send to other experts than the
-    engine did reaches the alarm threshold. None otherwise, and always without `policy.moe.replay: rollout`."""
+    engine did reaches the threshold `health.mismatch.alarm_routes`. None otherwise, and always without
+    `policy.moe.replay: rollout`."""
     if view.config.policy.moe.replay != "rollout":
         return None
     setting = view.config.health.mismatch.alarm_routes

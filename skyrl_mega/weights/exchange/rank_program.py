@@ -1,4 +1,7 @@
-"""A plan as seen by a process: the buckets handled and the steps taken, round by round."""
+"""A plan as seen by a process: the buckets handled and the steps taken, round by round.
+
+In a round, a process receives at most one bucket and sends at most one.
+"""
 
 from __future__ import annotations
 
@@ -115,10 +118,24 @@ def rank_program(
     target_base: int,
     owners: dict[int, int],
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
-    """Returns this process's steps in round order, and the buckets to read from the device owner. A device owner
-    communicates for its device and gets only steps; the others get only the buckets that they want, in the owner's
-    order. All arguments but `role` must agree between processes. `owners`: from `ipc.device_owners`; `target_base`:
-    process of target rank 0. Raises ValueError if a shard lacks a part of the plan."""
+    """Returns this process's steps, ordered by round, and the buckets that the process reads from the owner of its
+    device.
+
+    The owner of a device communicates for all processes of the device, and gets only steps. The other processes get
+    only the buckets that they want, in the owner's order. All arguments except `role` must be equal in all processes.
+
+    Args:
+        plan: All transfers.
+        wire: Types of the tensors in messages.
+        role: Number and shards of this process.
+        bucket_bytes: Maximum size of a bucket in bytes.
+        in_flight: Number of buffers of a process, at least 2.
+        target_base: Process number of target rank 0.
+        owners: Process → owner of its device (`ipc.device_owners`).
+
+    Raises:
+        ValueError: A shard lacks a part of the plan.
+    """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [plan.routes[route].source for route in buckets.route]

@@ -67,7 +67,7 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, key: str) -> None:
-        """Removes an object; a missing object is no error.
+        """Removes an object; a missing object is not an error.
 
         Raises:
             StoreError: The store failed.
@@ -138,7 +138,7 @@ class FolderStore(Store):
 
     def remove(self, key: str) -> None:
         """Removes a file, and the folders of the store that are then empty; a missing file or a folder that cannot be
-        removed is no error. Raises StoreError if the file cannot be removed."""
+        removed is not an error. Raises StoreError if the file cannot be removed."""
         path = self.folder / key
         try:
             path.unlink(missing_ok=True)
@@ -212,7 +212,7 @@ class FsspecStore(Store):
         return _repeated(attempt, self.address)
 
     def remove(self, key: str) -> None:
-        """Removes an object; a missing object is no error. Raises StoreError after `ATTEMPTS` failed attempts."""
+        """Removes an object; a missing object is not an error. Raises StoreError after `ATTEMPTS` failed attempts."""
 
         def attempt() -> None:
             place = self._place(key)

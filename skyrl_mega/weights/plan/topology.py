@@ -117,7 +117,8 @@ class Topology:
 
     @property
     def kinds(self) -> tuple[Links, ...]:
-        """Hardware of each kind of nodes, the policy's nodes first."""
+        """Hardware of each kind of nodes: of the policy's nodes, then of the engines' nodes if they are of another kind
+        (`pool`)."""
         return (self.links,) if self.pool is None else (self.links, self.pool.links)
 
     @property
@@ -141,7 +142,8 @@ class Topology:
         return self.nodes * self.nics_per_node
 
     def by_node(self, name: str) -> NDArray[np.float64]:
-        """Returns the value of the field `name` of each node's `Links`, [nodes]."""
+        """Returns the value of the field `name` of `Links` for each node, float64 [nodes]. Raises AttributeError for an
+        unknown field."""
         values = np.full(self.nodes, getattr(self.links, name), np.float64)
         if self.pool is not None:
             values[self.pool.first_node :] = getattr(self.pool.links, name)
