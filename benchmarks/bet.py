@@ -158,7 +158,7 @@ class Bet:
         """Returns the seconds of a simulated step."""
         config = self.settings_of(settings, given)
         hf, _ = dry_run.checked(config)
-        config, _ = rates.planned(micro_tokens.with_micro_tokens(config, hf))
+        config, _ = rates.with_measured(micro_tokens.with_micro_tokens(config, hf))
         played = workload.workload_of(config, options(like))
         planned = Rates.planned(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], played.length)
         planned = Rates(planned.engines, planned.speed, planned.train_s, sync)

@@ -98,7 +98,7 @@ def values(
     """
     decoder, original = architecture(hf).describe(hf), config
     with_tokens = micro_tokens.with_micro_tokens(config, hf)
-    config, all_rates = rates.planned(with_tokens)
+    config, all_rates = rates.with_measured(with_tokens)
     parallel, reference = fit.parallel_of(config)
     critic = critic_dims(config)
     plan, sync = _planned_sync(config, hf)

@@ -105,7 +105,7 @@ class Simulator:
         """
         self.before(choice)
         print(self.progress(choice), file=sys.stderr, flush=True)
-        config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
+        config, _ = rates.with_measured(micro_tokens.with_micro_tokens(choice.config, self.hf))
         parallel, _ = fit.parallel_of(config)
         speeds = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
         steps = simulate_text.measured_steps(choice.most)

@@ -38,7 +38,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             value=config.asynchrony.mode,
         )
     hf, _ = inputs.planned_inputs(config)
-    config, used = rates.planned(config)
+    config, used = rates.with_measured(config)
     progress = SearchProgress()
     with progress.running():
         result = search.search(config, hf, int(args.suggest) if args.suggest else None, progress)

@@ -39,7 +39,7 @@ class _TimeOver(Exception):
     """The time of the simulations is over, or the user has ended them."""
 
 
-def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_on: Callable[[], bool]) -> Simulated:
+def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, keep_going: Callable[[], bool]) -> Simulated:
     """Simulates rows 0 (the given settings) and 1 of the search, and an asynchronous mode in each split of the GPUs.
 
     A split divides the GPUs between policy and engines. Row 0 is left out if the given settings do not fit, or have
@@ -47,13 +47,13 @@ def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_
     than the first synchronous row. Without a simulated asynchronous mode the result has no rows; the note says why.
 
     Prints a line to standard error before each simulation. No simulation starts after `SECONDS` of processor time, or
-    once `goes_on` returned False; the note then says so. An invalid option raises no error, but is in the note.
+    once `keep_going` returned False; the note then says so. An invalid option raises no error, but is in the note.
 
     Args:
         hf: The model's config.json.
         rows: The rows of the search, with at least one choice.
         args: The options `--tokens`, `--environment`, `--turns` and `--like`, which describe the trajectories.
-        goes_on: Returns False to end the simulations.
+        keep_going: Returns False to end the simulations.
     """
     first = rows.choices[0]
     numbered = {"0": rows.given, "1": first} if rows.given and rows.given.gpus == first.gpus else {"1": first}
@@ -62,7 +62,7 @@ def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_
     end, played, note = time.process_time() + SECONDS, list[simulate_text.SimulatedRow](), None
 
     def limit(_: Choice) -> None:
-        if time.process_time() > end or not goes_on():
+        if time.process_time() > end or not keep_going():
             raise _TimeOver
 
     try:

@@ -21,7 +21,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.candidates import as_arguments
-from skyrl_mega.planner.large_engines import without_engine
+from skyrl_mega.planner.large_engines import no_engine_error
 from skyrl_mega.planner.memory import GIB, gpu_bytes
 from skyrl_mega.planner.run_time import ErrorBar
 from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
@@ -184,7 +184,7 @@ def _misfit_text(report: Report) -> str:
             f"policy.micro_tokens={policy.micro_tokens}) lacks {nearest.missing_bytes / GIB:.1f} GiB of a GPU's "
             f"{size:.1f}; {enough}"
         )
-    if no_engine := without_engine(report.config, report.decoder):
+    if no_engine := no_engine_error(report.config, report.decoder):
         enough = f"{enough}; " if search.enough_gpus else ""
         return f"{message}; {enough}{no_engine.problem}; {no_engine.fix}"
     if not search.enough_gpus:

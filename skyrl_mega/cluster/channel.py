@@ -71,7 +71,7 @@ class Channel:
         self._flags[_POLLING] = heeded
 
     @property
-    def finished(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Exit code reported by the driver with `finish`; None without a report, as from a driver that crashed or was
         killed. The driver's process may run for a moment after the report."""
         return self._flags[_FINISHED] - 1 if self._flags[_FINISHED] else None

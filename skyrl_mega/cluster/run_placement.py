@@ -62,7 +62,7 @@ def plan_placement(config: Config) -> RunPlacement:
     """
     nodes, pool = config.cluster.nodes, config.cluster.pools.engines
     if config.cluster.device == "cpu":
-        return _on_cpus(config, nodes_of_cpus(config, nodes, pool.nodes if pool else 0))
+        return _on_cpus(config, nodes_on_cpus(config, nodes, pool.nodes if pool else 0))
     per_node = max(config.cluster.gpus_per_node, pool.gpus_per_node if pool else 0)
     free = _Free(config.cluster.gpus_per_node, nodes, devices=per_node)
     policy, reference = free.ranks(policy_ranks(config)), free.ranks(reference_ranks(config))
@@ -212,7 +212,7 @@ class Nodes(NamedTuple):
     """By engine."""
 
 
-def nodes_of_cpus(config: Config, nodes: int, pool: int = 0) -> Nodes:
+def nodes_on_cpus(config: Config, nodes: int, pool: int = 0) -> Nodes:
     """Returns the number of the node of every process on CPUs.
 
     Every node gets, in order, the same number of units up to rounding; a unit is a tensor parallel group or an engine.

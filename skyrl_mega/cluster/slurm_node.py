@@ -141,7 +141,7 @@ class Allocation:
         """
         return sorted(file.name for file in (self.folder / state).iterdir())
 
-    def mark(self, file: str, text: str = "") -> None:
+    def write(self, file: str, text: str = "") -> None:
         """Writes a text to a file of the shared folder atomically, replacing an existing file. `file` is a path inside
         the shared folder. Raises OSError if the file cannot be written."""
         partial = self.folder / f".{self.node}.partial"
@@ -181,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job.say(f"{job.node}: {ended}")
         # A failure of the very first Ray process points to the installation, not to this node.
         if isinstance(ended, NodeFailed) and (job.rank or job.names("up")):
-            job.mark(f"failed/{job.node}", str(ended))
+            job.write(f"failed/{job.node}", str(ended))
         code = ended.code
     finally:
         if job.rank == 0:
-            job.mark("code", str(code))
+            job.write("code", str(code))
     return code
 
 
@@ -224,8 +224,8 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
         raise Ended(code, "the launcher refuses its arguments; its message is above")
     with RayNode(job, HEAD) as node:
         address = node.started()
-        job.mark("address", address)
-        job.mark(f"up/{job.node}")
+        job.write("address", address)
+        job.write(f"up/{job.node}")
         job.say(f"Ray listens at {address} ({job.node})")
         wait_for_all(job, node)
         process = subprocess.Popen(command, env={**_environment(), "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"})
@@ -300,7 +300,7 @@ def worker(job: Allocation) -> int:
         pause()
     with RayNode(job, [f"--address={address.read_text()}"]) as node:
         node.started()
-        job.mark(f"up/{job.node}")
+        job.write(f"up/{job.node}")
         while not (job.folder / "code").exists():
             node.check()
             pause()

@@ -140,18 +140,18 @@ class Supervisor:
             _say(f"stopped by {self.ended_by}; {self.resume_hint}")
             return STOPPED
         assert code is not None
-        if code >= 0 and code == self.channel.finished:
+        if code >= 0 and code == self.channel.exit_code:
             return code
         if code < 0:
             why = ", perhaps by the kernel, out of memory" if code == -signal.SIGKILL else ""
             event = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
-        elif self.channel.finished is None:
+        elif self.channel.exit_code is None:
             event = (
                 f"ended with exit status {code} before it had finished{self.channel.doing()}: an environment, or other "
             )
             event += "code in it, called os._exit or exit"
         else:
-            event = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"
+            event = f"had finished with exit code {self.channel.exit_code} and then ended with exit status {code}"
         _say(f"fault: the driver (process {self.driver}) {event}; {self.resume_hint}")
         return FAULT
 

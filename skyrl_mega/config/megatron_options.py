@@ -149,7 +149,7 @@ UNPLANNED = {
 """Options with a notable effect on memory not included in the memory plan → note."""
 
 
-def unplanned_notes(policy: PolicyConfig) -> list[str]:
+def unplanned_memory_notes(policy: PolicyConfig) -> list[str]:
     """Returns a note for the user for each true option of `UNPLANNED` in `policy.options`, whose effect on memory the
     memory plan does not include; [] without any."""
     given = policy.options

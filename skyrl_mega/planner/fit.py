@@ -21,7 +21,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.host_memory import host_memory
-from skyrl_mega.planner.large_engines import without_engine
+from skyrl_mega.planner.large_engines import no_engine_error
 from skyrl_mega.planner.memory import (
     GIB,
     critic_dims,
@@ -115,7 +115,7 @@ def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> Itera
 def _gpu_problems(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[UserError]:
-    if no_engine := without_engine(config, decoder):
+    if no_engine := no_engine_error(config, decoder):
         yield no_engine
     gpu = gpu_bytes(config)
     critic = critic_dims(config)

@@ -20,7 +20,7 @@ H200_GIB = 139.8
 """GiB reported by CUDA for an H200 of 141 GB."""
 
 
-def without_engine(config: Config, decoder: Decoder) -> UserError | None:
+def no_engine_error(config: Config, decoder: Decoder) -> UserError | None:
     """Returns an error if no engine within a node can hold the model's weights, whatever `rollout.tensor` is; else
     None. Does not raise the error. None also on CPUs, and for engines of several nodes, which `fit.check` examines."""
     config = engine_view(config)

@@ -83,7 +83,7 @@ class Rate:
     """Uncertainty: the true rate lies between value / factor and value · factor."""
 
 
-def planned(config: Config) -> tuple[Config, list[Rate]]:
+def with_measured(config: Config) -> tuple[Config, list[Rate]]:
     """Returns the settings with measured rates in place of defaults, and all rates with their sources.
 
     Measured rates come from `cluster.rates_file`. If the setting is null, on GPUs: from the first file, by name, of
@@ -128,7 +128,7 @@ def has_times(config: Config) -> bool:
     return not on_cpu(config) or config.cluster.rates_file is not None
 
 
-def shifted(config: Config, rate: Rate, factor: float) -> Config:
+def with_scaled_rate(config: Config, rate: Rate, factor: float) -> Config:
     """Returns new settings with `rate.value` · `factor` as the value of the setting `rate.key`, whatever its value in
     `config`. A share (`…_share`) becomes at most 1."""
     value = rate.value * factor

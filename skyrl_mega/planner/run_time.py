@@ -15,7 +15,7 @@ from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.rates import Rate, shifted
+from skyrl_mega.planner.rates import Rate, with_scaled_rate
 from skyrl_mega.planner.times import StepTime, rollout_times, step_time
 from skyrl_mega.planner.trajectories import Trajectories, at_limit, sizes_of
 
@@ -192,7 +192,7 @@ def error_bar(
 
     Args:
         seconds: Function from settings and trajectories to the seconds of the run.
-        config: The settings with all rates, as from `rates.planned`.
+        config: The settings with all rates, as from `rates.with_measured`.
         mean: The trajectories of the estimate.
         rates: Rates with their uncertainties; rates with the factor 1 or the value 0 are skipped.
         lengths: Shortest and longest trajectories, if the lengths are assumed; () leaves lengths out.
@@ -211,7 +211,7 @@ def error_bar(
     for rate in rates:
         if rate.factor > 1 and rate.value:
             factors = (rate.factor, 1 / rate.factor)
-            moved[rate.key] = [seconds(shifted(config, rate, factor), mean) for factor in factors]
+            moved[rate.key] = [seconds(with_scaled_rate(config, rate, factor), mean) for factor in factors]
     if not estimate:  # a run without a step: no input changes the seconds
         moved.clear()
     causes = [

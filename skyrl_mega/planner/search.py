@@ -177,7 +177,7 @@ def search(
     config: Config,
     hf: Mapping[str, Any],
     gpus: int | None = None,
-    goes_on: Callable[[SearchState], bool] = lambda progress: True,
+    keep_going: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
     """Tries layouts for about `SECONDS` of processor time, and returns the fitting layouts, best first, or the nearest
     miss. Nothing fitting is not an error. If nothing fits, a quarter of this time goes into finding a sufficient number
@@ -187,8 +187,8 @@ def search(
         config: The settings.
         hf: The model's config.json.
         gpus: Number of GPUs, without those of a pool of engines; None takes all GPUs of the settings.
-        goes_on: Called after each evaluated setting, also with larger numbers of GPUs (`SearchState.gpus`) if nothing
-            fits; returns False to end the search, which then returns its result so far.
+        keep_going: Called after each evaluated setting, also with larger numbers of GPUs (`SearchState.gpus`) if
+            nothing fits; returns False to end the search, which then returns its result so far.
 
     Raises:
         UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate
@@ -207,7 +207,7 @@ def search(
     for evaluation in _evaluations(config, decoder, gpus, end):
         evaluated.append(evaluation)
         fastest = min([*([fastest] if fastest else []), *evaluation.fitting], key=lambda s: s.seconds, default=None)
-        if stopped := not goes_on(SearchState(gpus, len(evaluated), fastest)):
+        if stopped := not keep_going(SearchState(gpus, len(evaluated), fastest)):
             break
     complete = not stopped and time.process_time() < end
     by_layout = dict[ParallelDims, list[Suggestion]]()
@@ -224,7 +224,7 @@ def search(
     host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
     return replace(
         result,
-        enough_gpus=None if stopped else _enough_gpus(config, decoder, gpus, goes_on),
+        enough_gpus=None if stopped else _enough_gpus(config, decoder, gpus, keep_going),
         nearest=None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None),
         host_problem=str(host_error) if host_error else None,
     )
@@ -252,7 +252,7 @@ def _checked_gpus(config: Config, gpus: int | None) -> int:
     return gpus
 
 
-def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[[SearchState], bool]) -> int | None:
+def _enough_gpus(config: Config, decoder: Decoder, gpus: int, keep_going: Callable[[SearchState], bool]) -> int | None:
     """Returns a larger number of GPUs with a fitting layout; None if there is none or the time is over."""
     end, node, count = time.process_time() + SECONDS / 4, config.cluster.gpus_per_node, 0
     for quarters in MORE:
@@ -261,7 +261,7 @@ def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[
             count += 1
             if _best_with_host_memory(evaluation.fitting, decoder):
                 return more
-            if not goes_on(SearchState(more, count, None)):
+            if not keep_going(SearchState(more, count, None)):
                 return None
     return None
 

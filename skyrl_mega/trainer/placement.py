@@ -15,7 +15,7 @@ from itertools import groupby
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.nodes import responding_nodes
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
-from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, plan_placement
+from skyrl_mega.cluster.run_placement import RunPlacement, nodes_on_cpus, plan_placement
 from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.pools import label_of
 from skyrl_mega.config.schema import Config
@@ -66,7 +66,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
             f"{len(apart)} nodes of the Ray cluster have the label {label[0]}={label[1]} of cluster.pools.engines, "
             f"{len(nodes)} have not; both kinds are needed"
         )
-    numbers_by_group = nodes_of_cpus(config, len(nodes), len(apart))
+    numbers_by_group = nodes_on_cpus(config, len(nodes), len(apart))
     groups = ([[*nodes, *apart][number] for number in numbers] for numbers in numbers_by_group)
     return Reservations(*(on_nodes(group) if group else None for group in groups))
 

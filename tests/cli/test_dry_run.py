@@ -346,7 +346,7 @@ def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys:
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
         parallel, _ = fit.parallel_of(config)
-        seconds = step_time(rates.planned(config)[0], architecture(hf).describe(hf), parallel).step
+        seconds = step_time(rates.with_measured(config)[0], architecture(hf).describe(hf), parallel).step
         assert seconds == pytest.approx(suggestion["seconds"])
         assert sum(len(n.policy) + n.workers for n in nodes(config)) <= gpus
 

@@ -17,7 +17,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.megatron_options import check as check_options
-from skyrl_mega.config.megatron_options import unplanned_notes
+from skyrl_mega.config.megatron_options import unplanned_memory_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS
 from skyrl_mega.config.schema.losses import LOSSES as TRAITS
@@ -188,12 +188,12 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
     def given(**options: object) -> PolicyConfig:
         return PolicyConfig(options=options)
 
-    assert unplanned_notes(given(moe_router_dtype="fp32")) == []
+    assert unplanned_memory_notes(given(moe_router_dtype="fp32")) == []
     for name in ("activation_func_fp8_input_store", "moe_layer_recompute"):
-        (note,) = unplanned_notes(given(**{name: True}))
+        (note,) = unplanned_memory_notes(given(**{name: True}))
         assert note.startswith(f"policy.options.{name} = true: the dry run plans ")
-        assert unplanned_notes(given(**{name: False})) == []
-    (note,) = unplanned_notes(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
+        assert unplanned_memory_notes(given(**{name: False})) == []
+    (note,) = unplanned_memory_notes(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
     assert note.startswith("policy.options.recompute_granularity = selective: the dry run plans policy.recompute=none")
     whole_layers = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for allowed in ({"recompute_method": "block", "recompute_num_layers": 2}, {"recompute_num_layers": 4}):

@@ -32,7 +32,7 @@ def written(folder: Path, device: str = SXM, status: str = "passed", copy: float
 
 
 def by_key(config: Config) -> dict[str, Rate]:
-    return {rate.key.removeprefix("cluster."): rate for rate in rates.planned(config)[1]}
+    return {rate.key.removeprefix("cluster."): rate for rate in rates.with_measured(config)[1]}
 
 
 def gpus(**changes: object) -> Config:
@@ -46,7 +46,7 @@ def gpus(**changes: object) -> Config:
 def test_without_measurements_they_are_the_data_sheets_and_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "FOLDER", Path("/nonexistent"))
     config = gpus()
-    planned, listed = rates.planned(config)
+    planned, listed = rates.with_measured(config)
     assert planned == config
     assert {rate.source for rate in listed if rate.factor == 1} == {
         "H100 SXM data sheet",
@@ -59,7 +59,7 @@ def test_without_measurements_they_are_the_data_sheets_and_assumed(monkeypatch: 
 def test_measured_rates_replace_assumed_ones_and_settings_replace_both(tmp_path: Path) -> None:
     file = written(tmp_path)
     config = gpus(rates_file=str(file))
-    planned, _ = rates.planned(config)
+    planned, _ = rates.with_measured(config)
     assert planned.cluster.rates.tflops_share == pytest.approx(0.3), "4/3 of 222.5 TFLOP/s, of 989"
     assert planned.cluster.rates.memory_gb_s == 2800, "a copy reads and writes"
     assert planned.cluster.rates.host_gb_s == 55 and planned.cluster.topology.device_gb_s == 1400
@@ -72,7 +72,7 @@ def test_measured_rates_replace_assumed_ones_and_settings_replace_both(tmp_path:
 
 def test_failed_proofs_measure_nothing(tmp_path: Path) -> None:
     config = gpus(rates_file=str(written(tmp_path, status="failed")))
-    assert rates.planned(config)[0] == config
+    assert rates.with_measured(config)[0] == config
 
 
 def test_launches_follow_from_a_measured_step(tmp_path: Path) -> None:
@@ -106,15 +106,15 @@ def test_results_of_the_checkout_are_taken(tmp_path: Path, monkeypatch: pytest.M
     """An H200 has the chip of an H100, and another memory."""
     monkeypatch.setattr(rates, "FOLDER", tmp_path)
     written(tmp_path, "NVIDIA H100 PCIe", copy=900.0)
-    assert rates.planned(gpus())[0] == gpus()
+    assert rates.with_measured(gpus())[0] == gpus()
     written(tmp_path, "NVIDIA H200", copy=2100.0)
-    planned = rates.planned(gpus())[0].cluster
+    planned = rates.with_measured(gpus())[0].cluster
     assert planned.rates.host_gb_s == 55 and planned.rates.tflops_share == pytest.approx(0.3)
     assert planned.rates.memory_gb_s == Config().cluster.rates.memory_gb_s
     assert planned.topology == Config().cluster.topology
     written(tmp_path)
-    assert rates.planned(gpus())[0].cluster.rates.memory_gb_s == 2800
-    assert rates.planned(gpus(device="cpu"))[0] == gpus(device="cpu"), "no rates of a GPU for a CPU"
+    assert rates.with_measured(gpus())[0].cluster.rates.memory_gb_s == 2800
+    assert rates.with_measured(gpus(device="cpu"))[0] == gpus(device="cpu"), "no rates of a GPU for a CPU"
 
 
 def test_a_cpu_has_times_with_a_file_alone(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_cpu_has_times_with_a_file_alone(tmp_path: Path) -> None:
     file.write_text(json.dumps({"device": {"name": "two cores"}, "rates": {"rates.tflops": 0.05}}))
     assert not rates.has_times(gpus(device="cpu"))
     config = gpus(device="cpu", rates_file=str(file))
-    assert rates.has_times(config) and rates.planned(config)[0].cluster.rates.tflops == 0.05
+    assert rates.has_times(config) and rates.with_measured(config)[0].cluster.rates.tflops == 0.05
     assert by_key(config)["rates.tflops"].source == "measured: two cores, cpu.json"
 
 
@@ -134,9 +134,9 @@ def test_another_format_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "rates.json"
     file.write_text(text)
     with pytest.raises(UserError, match=r"cluster\.rates_file = .*rates\.json: not a file of rates"):
-        rates.planned(gpus(rates_file=str(file)))
+        rates.with_measured(gpus(rates_file=str(file)))
 
 
 def test_a_share_stays_below_one() -> None:
-    moved = rates.shifted(Config(), Rate("cluster.rates.memory_share", 0.7, "assumed", 2.0), 2.0)
+    moved = rates.with_scaled_rate(Config(), Rate("cluster.rates.memory_share", 0.7, "assumed", 2.0), 2.0)
     assert moved.cluster.rates.memory_share == 1.0

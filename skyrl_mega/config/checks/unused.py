@@ -15,7 +15,7 @@ from functools import reduce
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.megatron_options import unplanned_notes
+from skyrl_mega.config.megatron_options import unplanned_memory_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EvaluationConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS
 from skyrl_mega.config.schema.losses import LOSSES
@@ -39,7 +39,7 @@ def unused_notes(c: Config) -> list[str]:
     any note.
     """
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
-    return [*map(str, algorithm), *_without_prompts(c), *unplanned_notes(c.policy)]
+    return [*map(str, algorithm), *_without_prompts(c), *unplanned_memory_notes(c.policy)]
 
 
 def _without_prompts(c: Config) -> Iterator[str]:

@@ -79,7 +79,7 @@ class Cost:
         }
         nodes = self.topology.nodes
         return {
-            kind: float((carried.reshape(nodes, -1).max(1) / (self.topology.by_node(speed) * GB)).max())
+            kind: float((carried.reshape(nodes, -1).max(1) / (self.topology.field_by_node(speed) * GB)).max())
             for kind, (carried, speed) in kinds.items()
         }
 
@@ -169,7 +169,11 @@ def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     - The same holds for senders: data on only some NICs must leave through these, to every node lacking the data.
     - A device must receive everything wanted but not held there, over the fabric and the NIC.
     """
-    nic, fabric, stride = topology.by_node("nic_gb_s"), topology.by_node("fabric_gb_s"), topology.nics_per_node
+    nic, fabric, stride = (
+        topology.field_by_node("nic_gb_s"),
+        topology.field_by_node("fabric_gb_s"),
+        topology.nics_per_node,
+    )
     senders = topology.node(np.array(topology.sources))
     weight = np.bincount(demand.kind, demand.parts.nbytes, len(demand.holders))  # exact below 2⁵³
     source_device, target_device = np.array(topology.sources), np.array(topology.targets)

@@ -141,7 +141,7 @@ class Topology:
         """Number of NICs of all nodes: nodes · nics_per_node."""
         return self.nodes * self.nics_per_node
 
-    def by_node(self, name: str) -> NDArray[np.float64]:
+    def field_by_node(self, name: str) -> NDArray[np.float64]:
         """Returns the value of the field `name` of `Links` for each node, float64 [nodes]. Raises AttributeError for an
         unknown field."""
         values = np.full(self.nodes, getattr(self.links, name), np.float64)
@@ -157,5 +157,5 @@ class Topology:
         """Returns the number of the NIC that serves each device, counted over all nodes: NIC i of node n is n ·
         nics_per_node + i."""
         node, gpu = np.divmod(devices, self.per_node)
-        nics, gpus = (self.by_node(name).astype(np.int64)[node] for name in ("nics_per_node", "gpus_per_node"))
+        nics, gpus = (self.field_by_node(name).astype(np.int64)[node] for name in ("nics_per_node", "gpus_per_node"))
         return node * self.nics_per_node + np.minimum(gpu, gpus - 1) * nics // gpus
