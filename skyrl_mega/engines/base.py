@@ -147,6 +147,10 @@ class Engine(Protocol):
         The end of `Request.seconds` is not an error (`finish` is then `timeout`). Closing the iterator early ends the
         other requests. During `pause` and an update requests are accepted, and wait.
 
+        Args:
+            requests: Prompts with their limits; each `id` occurs once.
+            sampling: Sampling settings of all requests.
+
         Raises:
             EngineDied: The engine's process is gone or stalled.
             NotReady: A part is asleep, or weights are undefined.
@@ -302,6 +306,10 @@ class ForeignEngine(Engine, Protocol):
 
     async def sample_probes(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         """Returns completions with the weights of the last update, in the order of `requests`; also before `trust`.
+
+        Args:
+            requests: Prompts with their limits; each `id` occurs once.
+            sampling: Sampling settings of all requests.
 
         Raises:
             EngineDied: The server is gone.

@@ -237,7 +237,7 @@ class MasterWeights:
 
     def round(self, chunks: Iterable[Any]) -> None:
         """Rounds the master weights into the parameters, and gathers the parameters over the data-parallel ranks, as
-        after an optimizer step. A collective."""
+        after an optimizer step. A collective. `chunks` are the rank's data-parallel model chunks."""
         for part in inner_optimizers(self._optimizer):
             part._copy_main_params_to_model_params()
         gather_parameters(chunks)

@@ -132,7 +132,15 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
     Raises UserError if megatron-core refuses `policy.options`, an option contradicts the model, or the architecture is
-    not supported."""
+    not supported.
+
+    Args:
+        hf: The model's config.json.
+        policy: The settings of the model.
+        parallel: The grid of ranks.
+        dtype: Type of the parameters.
+        device: Device of the ranks; decides the kind of layers for `policy.spec=auto`.
+    """
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
@@ -381,7 +389,8 @@ def wrap_ddp(
 
 
 def finish_gather(chunks: list[Any]) -> None:
-    """Waits for the gather of parameters left to the next forward pass by an overlapping optimizer step.
+    """Waits for the gather of parameters left to the next forward pass by an overlapping optimizer step. `chunks` are
+    the rank's model chunks; chunks that are not data-parallel are skipped.
 
     A collective of the data-parallel ranks if a gather is pending, otherwise a no-op.
     """
@@ -406,6 +415,7 @@ def gather_parameters(chunks: Iterable[Any]) -> None:
 
 def head_weight(chunk: Any) -> Tensor:
     """Returns the head's weight on this rank of the last stage, not copied: [V/tp, H], or [1, H] for a value head.
+    `chunk` is the model chunk with the head, wrapped or not.
 
     Waits for a pending gather of this parameter over the data-parallel ranks, because the head runs after the model's
     forward pass, outside of DDP's hooks.

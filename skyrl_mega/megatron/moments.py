@@ -25,6 +25,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]
 
 def master_weights(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (model parameter, float32 [n] master weight of this rank's run) for each parameter trained on this rank.
+    `part` is an optimizer of `inner_optimizers`.
 
     megatron-core's own map (`model_param_group_index_map`) counts parameters in buffer order, but Adam's groups start
     with float32 parameters. So the map is wrong for a group with both dtypes, such as a bfloat16 critic with a float32

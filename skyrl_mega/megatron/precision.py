@@ -42,7 +42,7 @@ def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 def drop_fp8_copies(chunks: Sequence[Any]) -> None:
     """Frees the FP8 copies of weights kept by Transformer Engine for a pass's later micro-batches. Does nothing for
-    layers without copies.
+    layers without copies. `chunks` are the rank's model chunks.
 
     The first micro-batch of the next pass creates new copies. Without this call up to 2 bytes per weight would outlive
     the pass.

@@ -49,7 +49,7 @@ def without_drafts(config: Config) -> Config:
 
 def draft_bytes(config: Config, policy: Decoder) -> tuple[int, int]:
     """Returns the bytes that drafts need in each engine worker: for weights, and for KV cache per token. (0, 0) for
-    drafts without weights, and if the directory of the weights is not on this machine.
+    drafts without weights, and if the directory of the weights is not on this machine. `policy` is the policy's model.
 
     Raises:
         UserError: The config.json or the files of the drafts cannot be used.

@@ -19,6 +19,7 @@ from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
     """Checks the 128 × 128 blocks of FP8 parameters on a rank: they must be blocks of the model's own tensors.
+    `parallel` is the policy's grid.
 
     Does nothing unless `policy.precision.parameters` is fp8. Layouts cutting through blocks are refused earlier
     (`models.fp8_widths`). Here the cause is the model itself, for example heads of width 64.

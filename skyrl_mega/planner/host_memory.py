@@ -196,7 +196,7 @@ def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, r
 
 def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
     """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; [] on CPUs, and
-    if `cluster.numa_nodes` or `cluster.host_memory_gib` is null.
+    if `cluster.numa_nodes` or `cluster.host_memory_gib` is null. `parallel` is the policy's grid.
 
     Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n. Raises UserError if a critic's layout
     does not fit its ranks, and ValueError if `policy.micro_tokens` is not decided.

@@ -254,8 +254,8 @@ def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: i
 
 
 def rounded(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Returns the number of weights of a policy rank of pipeline stage `pp` in layers computed in FP8; 0 without
-    FP8. Includes norms and routers (small, and not rounded)."""
+    """Returns the number of weights of a policy rank of pipeline stage `pp` in layers computed in FP8; 0 without FP8.
+    Includes norms and routers (small, and not rounded). `parallel` is the policy's grid."""
     precision = config.policy.precision
     fp8 = range(precision.first_layers, decoder.layers - precision.last_layers) if precision.recipe != "model" else ()
     return sum(size for layer, size in layers(decoder, parallel, pp).items() if layer in fp8)
@@ -263,7 +263,7 @@ def rounded(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -
 
 def kept_in_fp8(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
     """Returns the number of weights of a policy rank of pipeline stage `pp` stored in FP8; 0 unless
-    `policy.precision.parameters` is fp8."""
+    `policy.precision.parameters` is fp8. `parallel` is the policy's grid."""
     return rounded(config, decoder, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
 
 

@@ -39,7 +39,8 @@ def streaming_rate(config: Config) -> float:
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
     """Returns the bytes copied between GPU and host memory in a step, the sum of both directions: by the busiest policy
     rank, plus by the busiest critic rank, because the critic moves afterwards. Without the copies of a streamed
-    optimizer. 0 if `residency.keep` is null. Raises UserError if a critic's layout does not fit its ranks."""
+    optimizer. 0 if `residency.keep` is null. `parallel` is the policy's grid. Raises UserError if a critic's layout
+    does not fit its ranks."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -58,7 +59,7 @@ def _critic_moving(config: Config, decoder: Decoder) -> int:
 
 def residency_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Estimates the seconds per step spent on copies of parts between GPU and host memory: `moved_bytes` / `host_rate`.
-    Raises UserError if a critic's layout does not fit its ranks."""
+    `parallel` is the policy's grid. Raises UserError if a critic's layout does not fit its ranks."""
     return moved_bytes(config, decoder, parallel) / host_rate(config)
 
 
@@ -76,6 +77,7 @@ class NeedlessOffload:
 
 def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[NeedlessOffload]:
     """Returns the offloads from GPUs that no other process uses: [] or one entry. [] also if `residency.keep` is null.
+    `parallel` is the policy's grid.
 
     If policy and engines share no GPU: one entry for all owners with offloaded parts, critic included. Otherwise one
     for the critic, whose GPUs are always its own. Raises UserError if a critic's layout does not fit its ranks.

@@ -83,8 +83,9 @@ def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters
 
 
 def layers(decoder: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
-    """Returns global index of a layer → number of its elements on a rank, for the layers of pipeline stage `pp`. Raises
-    ValueError if the stages cannot divide the layers."""
+    """Returns global index of a layer → number of its elements on a rank, for the layers of pipeline stage `pp`.
+    `parallel` is the grid of ranks, of the policy or of another model. Raises ValueError if the stages cannot divide
+    the layers."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     own_layers = (
         i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(decoder.layers, pp, chunk)

@@ -47,8 +47,9 @@ class UnsafePhase:
 
 def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -> UnsafePhase | None:
     """Returns the least safe phase of all shared GPUs: the largest shortage, else the smallest free memory beyond the
-    estimates' error. None if every phase has more free memory than this error, or no GPU is shared. Raises UserError if
-    the files of a draft model or head cannot be used, and ValueError if `policy.micro_tokens` is not decided."""
+    estimates' error. None if every phase has more free memory than this error, or no GPU is shared. `parallel` is the
+    policy's grid. Raises UserError if the files of a draft model or head cannot be used, and ValueError if
+    `policy.micro_tokens` is not decided."""
     phases = (UnsafePhase(gpu, phase) for gpu in shared_gpus(config, decoder, parallel) for phase in gpu.policy.phases)
     unsafe = [phase for phase in phases if phase.free < phase.possible_shortage]
     return min(unsafe, key=lambda phase: (min(phase.free, 0), phase.free - phase.possible_shortage), default=None)

@@ -19,7 +19,7 @@ def route_bytes(config: Config, decoder: Decoder) -> int:
 
 def rank_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Returns the bytes of routes per token of a packed micro-batch on a policy rank: the routes to replay, and a
-    second copy for checking; 0 without router replay."""
+    second copy for checking; 0 without router replay. `parallel` is the policy's grid."""
     token_bytes = route_bytes(config, decoder)
     return (2 * token_bytes + PLACE_BYTES) / parallel.tensor if token_bytes else 0.0
 

@@ -171,7 +171,8 @@ def evaluations(config: Config, steps: int) -> int:
 
 def columns(config: Config, parallel: ParallelDims, mean: Trajectories) -> dict[str, Trajectories]:
     """Returns the trajectories for the three columns of an estimate: `short` (half of the mean lengths), `mean`, and
-    `limit` (every length at its limit). Raises ValueError if `policy.micro_tokens` is not decided."""
+    `limit` (every length at its limit). `parallel` is the policy's grid. Raises ValueError if `policy.micro_tokens` is
+    not decided."""
     limit = at_limit(config, parallel, mean)
     return {"short": mean.scaled(SHORT, limit.written), "mean": mean, "limit": limit}
 

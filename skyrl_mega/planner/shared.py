@@ -84,8 +84,8 @@ def stage_ranks(parallel: ParallelDims) -> dict[int, int]:
 
 def shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
     """Yields the shared GPU of the first rank of each pipeline stage; none if policy and engines share no GPU, and none
-    on CPUs. Raises UserError if the files of a draft model or head (`rollout.drafts`) cannot be used, and ValueError if
-    `policy.micro_tokens` is not decided."""
+    on CPUs. `parallel` is the policy's grid. Raises UserError if the files of a draft model or head (`rollout.drafts`)
+    cannot be used, and ValueError if `policy.micro_tokens` is not decided."""
     if not config.cluster.shared or on_cpu(config):
         return
     engine, size = engine_memory(config, decoder), gpu_bytes(config)

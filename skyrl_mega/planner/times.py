@@ -151,9 +151,9 @@ def step_time(
 
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Estimates a step's seconds for policy, critic and weight sync, by `cluster.rates.length_share`. Raises UserError
-    if the advantage estimator cannot be found, or the critic's layout does not fit its ranks, and ValueError if
-    `policy.micro_tokens` is not decided."""
+    """Estimates a step's seconds for policy, critic and weight sync, by `cluster.rates.length_share`. `parallel` is the
+    policy's grid. Raises UserError if the advantage estimator cannot be found, or the critic's layout does not fit its
+    ranks, and ValueError if `policy.micro_tokens` is not decided."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)
@@ -182,8 +182,8 @@ def critic_time(config: Config, decoder: Decoder) -> float:
 
 def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
     """Estimates the seconds of engines until all trajectories of a step are complete, with lengths from
-    `cluster.rates.length_share`, and environments that take no time. Raises UserError if the files of drafts are
-    unusable."""
+    `cluster.rates.length_share`, and environments that take no time. `sizes` are the sizes of a step (`batch.batch`).
+    Raises UserError if the files of drafts are unusable."""
     return rollout_times(config, decoder, sizes, of_batch(config, sizes))[0]
 
 
@@ -311,7 +311,8 @@ def mean_concurrency(config: Config, memory: EngineMemory, sizes: StepSizes) -> 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
     """Estimates the policy's seconds in a step: (all optimizer steps, all log-prob passes, a reference's included; 0 if
-    the settings need none). Raises UserError if the estimator of advantages cannot be found."""
+    the settings need none). `parallel` is the policy's grid, `sizes` are the sizes of a step (`batch.batch`). Raises
+    UserError if the estimator of advantages cannot be found."""
     size = itemsize(config)
     train, forward = _pass_times(config, decoder, parallel, sizes)
     train *= sizes.epochs
@@ -326,7 +327,8 @@ def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes
 
 def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> float:
     """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, over the
-    peak `cluster.rates.tflops` of all policy ranks. Raises UserError if the advantage estimator cannot be found."""
+    peak `cluster.rates.tflops` of all policy ranks. `parallel` is the policy's grid, `sizes` are the sizes of a step
+    (`batch.batch`). Raises UserError if the advantage estimator cannot be found."""
     load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)

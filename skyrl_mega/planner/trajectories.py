@@ -56,20 +56,21 @@ class Trajectories:
 
 def assumed(config: Config, parallel: ParallelDims) -> Trajectories:
     """Returns assumed trajectories: mean length `cluster.rates.length_share` times the limits, longest response at the
-    limit, environments that take no time. Raises ValueError if `policy.micro_tokens` is not decided."""
+    limit, environments that take no time. `parallel` is the policy's grid. Raises ValueError if `policy.micro_tokens`
+    is not decided."""
     return of_batch(config, batch(config, parallel))
 
 
 def of_batch(config: Config, sizes: StepSizes) -> Trajectories:
     """Returns assumed trajectories with the mean length in `sizes`, the longest response at the limit, and environments
-    that take no time."""
+    that take no time. `sizes` are the sizes of a step (`batch.batch`)."""
     longest = sizes.generated / config.cluster.rates.length_share
     return Trajectories(max(0.0, sizes.mean - sizes.generated), sizes.generated, ((longest, 0.0),))
 
 
 def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Trajectories:
     """Returns new trajectories with every prompt and response at its limit, and environment seconds and `signal` of
-    `like`. Raises ValueError if `policy.micro_tokens` is not decided."""
+    `like`. `parallel` is the policy's grid. Raises ValueError if `policy.micro_tokens` is not decided."""
     limits = assumed(_with_share(config, 1.0), parallel)
     sample = tuple((limits.written, seconds) for _, seconds in like.sample)
     return replace(like, read=limits.read, written=limits.written, sample=sample)
@@ -77,16 +78,16 @@ def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Traj
 
 def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
     """Returns the settings with the `cluster.rates.length_share` for which `batch` estimates sequences of `mean`
-    tokens, prompt included. The share is not limited: above 1 if `mean` exceeds the limits. Raises ValueError if
-    `policy.micro_tokens` is not decided."""
+    tokens, prompt included. The share is not limited: above 1 if `mean` exceeds the limits. `parallel` is the policy's
+    grid. Raises ValueError if `policy.micro_tokens` is not decided."""
     share = config.cluster.rates.length_share * mean / batch(config, parallel).mean
     return _with_share(config, share)
 
 
 def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories) -> tuple[Config, StepSizes]:
     """Returns new settings with the mean length of these trajectories (`with_lengths`), and the sizes of a step with
-    these trajectories: `generated` is `trajectories.written`. Raises ValueError if `policy.micro_tokens` is not
-    decided."""
+    these trajectories: `generated` is `trajectories.written`. `parallel` is the policy's grid. Raises ValueError if
+    `policy.micro_tokens` is not decided."""
     config = with_lengths(config, parallel, trajectories.mean)
     return config, replace(batch(config, parallel), generated=trajectories.written)
 

@@ -153,7 +153,8 @@ class Generator:
         return agent if self.slots.most is None else SlotPlayer(agent, self.slots)
 
     def group_player(self, sampling: SamplingConfig, *, service: bool = False) -> PlaysGroups:
-        """Returns a player of whole groups by `rollout.generator`, which must be set; see `player`.
+        """Returns a player of whole groups by `rollout.generator`, which must be set; see `player`. Arguments as in
+        `player`.
 
         Raises:
             UserError: The generator cannot be imported or created.

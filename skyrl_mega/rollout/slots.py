@@ -113,7 +113,7 @@ class SlotPlayer:
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Waits, without limit, for a slot, runs the trajectory and returns the trajectory, with the wait in seconds in
-        `seconds["slot"]`. Ignores `start`.
+        `seconds["slot"]`. Ignores `start`. Arguments as in `Player.play`.
 
         Raises:
             ActorFailed: An engine refused a request, or no engine is left (NoServingActor, in a phase), or no rollout

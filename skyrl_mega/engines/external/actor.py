@@ -91,7 +91,7 @@ class ExternalEngine:
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
         order. Empty lists are signs of life. After an update completions wait for `trust`. The end of `Request.seconds`
-        is not an error (`finish` is then `timeout`).
+        is not an error (`finish` is then `timeout`). Arguments as in `Engine.generate_many`.
 
         Raises:
             EngineDied: The server is gone, silent for `rollout.request_timeout_s`, or serves another version.
@@ -228,7 +228,7 @@ class ExternalEngine:
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Connects every worker of the server to the process group of weight transfers. Returns after all processes of
-        the group joined.
+        the group joined. `info` as in `Engine.connect_weights`.
 
         Raises:
             RuntimeError: The server loads a directory.
@@ -330,7 +330,7 @@ class ExternalEngine:
 
     async def sample_probes(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         """Returns completions with the weights of the last update, also before `trust` and without regard to the limit
-        of requests at once; in the order of `requests`.
+        of requests at once; in the order of `requests`. Arguments as in `Engine.generate_many`.
 
         Raises:
             ServerGone: The server failed.

@@ -86,6 +86,10 @@ class HttpServer:
         limit besides that of the connection; closing the iterator ends the request. A connection that was lost before
         any answer, as an idle one may be, is opened once more.
 
+        Args:
+            path: Path at the server, with the query.
+            body: Sent as JSON.
+
         Raises:
             ServerRefused: The server refused the request.
             ServerGone: The connection failed, the server had an error, or an event is no JSON object or too long.

@@ -170,12 +170,12 @@ class VllmServer(HttpServer):
     # ---- weights with the plug-in ----------------------------------------------------------------------------------
 
     async def connect(self, info: dict[str, Any]) -> None:
-        """Connects every worker to the process group of weight transfers."""
+        """Connects every worker to the process group of weight transfers. `info` as in `Engine.connect_weights`."""
         await self.post("/init_weight_transfer_engine", {"init_info": info}, UPDATE_S)
 
     async def fetch(self, source: dict[str, Any], version: int) -> None:
         """Makes every worker download its shard, and waits, without limit, for the end of all downloads. `version` is
-        not used."""
+        not used. `source` as in `Engine.fetch_weights`."""
         await self._workers("start_fetch", [source], COMMAND_S)
         while set(await self._workers("fetched", [], COMMAND_S)) != {"True"}:  # vLLM sends other values as text
             await asyncio.sleep(POLL_S)  # the download is bounded by the source's own limit
@@ -185,7 +185,7 @@ class VllmServer(HttpServer):
         await self.post("/start_weight_update", None, COMMAND_S)
 
     async def receive(self, checksums: bool) -> None:
-        """Receives or installs the weights of every worker."""
+        """Receives or installs the weights of every worker. `checksums` as in `Engine.update_weights`."""
         await self.post("/update_weights", {"update_info": {"checksums": checksums}}, UPDATE_S)
 
     async def end(self, version: int) -> list[dict[str, float]]:

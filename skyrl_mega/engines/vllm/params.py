@@ -349,6 +349,11 @@ def unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
 
     The view of padded experts [E, 2·W, H] is [E, 2, width, hidden]; of the second projection [E, H, W], [E, hidden,
     width]. Experts with biases have gate and up in turn, [E, 2·width, hidden].
+
+    Args:
+        module: The layer that owns the parameter.
+        local_name: Name of the parameter within the layer.
+        loaded: The parameter, as at load time.
     """
     if not isinstance(module, RoutedExperts) or local_name not in (*EXPERTS, *BIASES):
         return loaded

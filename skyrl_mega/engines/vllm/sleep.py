@@ -233,6 +233,10 @@ class ProcessMemory:
         """Frees the pages of the tensors, whose elements then read as 0. For "engine_weights" also frees the packed
         weights of linear layers; such a layer raises RuntimeError when used before the next update.
 
+        Args:
+            part: "engine_weights" or "kv_cache".
+            tensors: The tensors of the part.
+
         Raises:
             OSError: The system refuses because the pages are locked.
         """

@@ -130,7 +130,8 @@ class SteadyBatch:
         """Row of each request in `unsent`."""
 
     def due(self, block_size: int) -> list[Request]:
-        """Returns the requests whose next token is the first or the last of a block: each needs at most one block."""
+        """Returns the requests whose next token is the first or the last of a block: each needs at most one block.
+        `block_size` is the number of tokens in a block of the KV cache."""
         ends = (0, block_size - 1)
         return [self.requests[i] for i, computed in enumerate(self.computed) if computed % block_size in ends]
 
@@ -158,7 +159,12 @@ class SteadyBatch:
 
     def expects(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         """Returns True if this is the output of the step prepared by `complete`, with a token and a log-prob for each
-        request and no NaN in the logits."""
+        request and no NaN in the logits.
+
+        Args:
+            scheduled: The schedule of the step that gave the output.
+            output: The model's output.
+        """
         tokens, logprobs = output.sampled_token_ids, output.logprobs
         return (
             scheduled is self.scheduled

@@ -102,6 +102,9 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Joins the process group of the policy's ranks and all engine workers; leaves a former group first. Waits for
         the others.
 
+        Args:
+            init_info: The connection, and this engine's index in the group.
+
         Raises:
             RuntimeError: Updates would not fill all parameters (`own_shard`).
             UserError: The model is not supported, or cannot be split over the engine's workers.

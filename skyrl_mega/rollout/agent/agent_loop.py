@@ -342,6 +342,10 @@ class Agent:
         """Appends the tokens of the environment's messages and returns False. If the messages leave no room for another
         turn, appends nothing, sets the status TRUNCATED_TOKENS and returns True.
 
+        Args:
+            opened: The open trajectory, changed in place.
+            answer: The environment's answer to the policy's last turn.
+
         Raises:
             EnvironmentFault: The chat template rejects the messages, or the environment replaced the conversation
                 without permission (`rollout.step_wise`).

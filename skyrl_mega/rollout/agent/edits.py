@@ -32,7 +32,8 @@ def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[f
 
 
 def begin(t: Trajectory, kind: Kind, at_s: float) -> TrajectoryStep:
-    """Appends an empty step to a trajectory and returns the step. `at_s` is the step's time, as in `TrajectoryStep`."""
+    """Appends an empty step to a trajectory and returns the step. `at_s` is the step's time, as in `TrajectoryStep`.
+    `kind` says who wrote the step's tokens."""
     t.steps.append(TrajectoryStep(kind, len(t.tokens), len(t.tokens), at_s=at_s))
     return t.steps[-1]
 

@@ -120,6 +120,10 @@ class Environment:
         """Calls the environment with the text of a turn of the policy and returns the validated answer. The environment
         must be open.
 
+        Args:
+            answer: Text of the policy's turn.
+            reward_weights: `algorithm.reward_weights`.
+
         Raises:
             EnvironmentFault: The environment raised an exception, exceeded the time limit, or answered with something
                 invalid.
@@ -172,7 +176,7 @@ class Environment:
 
     async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
         """Asks the environment to grade a trajectory after the time limit. Returns None without such a method in the
-        environment, or without a grade. The environment must be open.
+        environment, or without a grade. The environment must be open. `reward_weights` are `algorithm.reward_weights`.
 
         Raises:
             EnvironmentFault: The environment raised an exception, exceeded the time limit, or answered with something

@@ -37,6 +37,10 @@ class TurnRoutes:
         """Adds the routes that an engine returned with a turn. To be called before the turn's tokens are appended to
         the trajectory. Does nothing without routes.
 
+        Args:
+            t: The trajectory.
+            completion: The engine's answer of the turn.
+
         Raises:
             WrongRoutes: The number of routes does not match the number of new tokens.
         """

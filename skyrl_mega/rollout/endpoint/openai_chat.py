@@ -161,7 +161,8 @@ def arguments_text(call: ToolCall) -> str:
 
 def token_logprobs(tokens: Sequence[int], values: Sequence[float], alternatives: bool) -> list[dict[str, Any]]:
     """Returns the log-probs of sampled tokens in OpenAI's form, an entry for each token. With `alternatives`, each
-    entry lists the sampled token itself as the only alternative."""
+    entry lists the sampled token itself as the only alternative. `tokens` and `values` are equally long: token ids, and
+    their log-probs in nats."""
     entries: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "bytes": None, "logprob": float(value)}
         for token, value in zip(tokens, values, strict=True)

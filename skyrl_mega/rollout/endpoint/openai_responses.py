@@ -46,6 +46,10 @@ class ResponseHistory:
         """Returns a request with the messages of the previous responses between instructions and its own messages; the
         request itself if it continues no response.
 
+        Args:
+            body: The JSON body of the request.
+            request: The request read from the body.
+
         Raises:
             BadRequest: `previous_response_id` is no response of this trajectory.
         """
@@ -60,7 +64,13 @@ class ResponseHistory:
 
     def keep(self, head: ReplyHead, request: ChatRequest, reply: PolicyReply) -> None:
         """Stores the conversation of a request with its reply, so that a later request can continue the response. With
-        `store: false` in the request, nothing is stored."""
+        `store: false` in the request, nothing is stored.
+
+        Args:
+            head: Id and body of the request.
+            request: The whole request (`whole`).
+            reply: The policy's reply.
+        """
         if head.body.get("store") is False:
             return
         calls = [

@@ -74,5 +74,6 @@ def parse_reply(text: str, chat: Renderer, turn: int, *, thinking: bool) -> Pars
 
 
 def thoughts_are_open(context: Sequence[int], chat: Renderer) -> bool:
-    """Returns True if the template ends a context by opening the policy's thoughts."""
+    """Returns True if the template ends a context by opening the policy's thoughts. `chat` decodes the context's
+    tokens."""
     return chat.text(context[-8:]).rstrip().endswith(THOUGHT)

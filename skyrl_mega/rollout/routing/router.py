@@ -107,6 +107,10 @@ class Engines(Protocol):
         """Takes a failed engine out of service and requests a restart, without waiting; does nothing if the engine is
         out of service already.
 
+        Args:
+            rank: The engine's rank.
+            cause: Description of the failure, for the message.
+
         Raises:
             ActorFailed: The restart budget is used up.
         """

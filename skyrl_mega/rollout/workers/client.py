@@ -100,7 +100,7 @@ class WorkerClient:
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Runs a trajectory on a worker, from opening to closing the environment, and returns the trajectory; ignores
-        `start`. Waits, without limit, for a worker that may run the trajectory.
+        `start`. Waits, without limit, for a worker that may run the trajectory. Arguments as in `Player.play`.
 
         After a crash of the worker, runs the trajectory again. A trajectory that keeps crashing workers is returned
         with a failed status.
@@ -115,7 +115,8 @@ class WorkerClient:
 
     async def play_group(self, prompt: Prompt, names: Sequence[str], start: Start | None = None) -> list[Trajectory]:
         """Runs a whole group, made by `rollout.generator`, on a worker and returns its trajectories, one for each of
-        `names`; ignores `start`. Waits, without limit, for a worker that may run the group.
+        `names`; ignores `start`. Waits, without limit, for a worker that may run the group. Arguments as in
+        `PlaysGroups.play_group`.
 
         After a crash of the worker, runs the whole group again. The trajectories of a group that keeps crashing workers
         are returned with a failed status.

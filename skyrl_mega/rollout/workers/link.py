@@ -56,7 +56,7 @@ class WorkerLink:
 
     def report_crash(self, cause: str) -> None:
         """Raises the worker's crash (`WorkerLost`) in all tasks waiting for trajectories on this worker; the tasks
-        choose another worker. `jobs` and `abandoned` stay unchanged."""
+        choose another worker. `jobs` and `abandoned` stay unchanged. `cause` describes the crash."""
         received = self.received()
         for key, answer in self.waiting.items():
             _raise(answer, WorkerLost(cause, received=key in received))

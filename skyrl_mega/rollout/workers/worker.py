@@ -347,7 +347,7 @@ class KnownEngines:
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an engine out of service in this session and reports `EngineDead` to the driver, which restarts the
-        engine. Does nothing if the engine is out of service already."""
+        engine. Does nothing if the engine is out of service already. `cause` describes the failure."""
         if rank in self.serving:
             self.serving.remove(rank)
             self.report(EngineDead(rank, self.group.actors[rank], cause))

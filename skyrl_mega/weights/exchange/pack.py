@@ -150,7 +150,7 @@ class BucketViews:
 
     def dequantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
         """Dequantises the bucket's E4M3 parts into parameters of another type, with the scales among `params`. All
-        other parts are left to `unpack`."""
+        other parts are left to `unpack`. `flat` is the received bucket."""
         for view in self.conversions:
             _dequantise(view, params, flat, view.local(params))
 

@@ -54,6 +54,10 @@ class Download:
         """Copies the fetched weights into a worker's parameters; see `Image.install`. Returns a report with the bytes
         read from the store as received, and the bytes of the image as extra.
 
+        Args:
+            params: Name → local tensor of the worker.
+            written: Called with the name of each tensor once the tensor is filled.
+
         Raises:
             RuntimeError: The fetch has not started or not ended.
             StoreError, DamagedFiles, Incomplete, UserError: The fetch failed, as in `Reader.fetch`.

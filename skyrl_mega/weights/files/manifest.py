@@ -155,7 +155,8 @@ class Chunk:
 
 
 def layout_data(chunks: Sequence[Chunk]) -> tuple[bytes, StoredFile]:
-    """Returns the content of a layout object, and its description for the manifest."""
+    """Returns the content of a layout object, and its description for the manifest. `chunks` are the chunks of a rank,
+    in the order of the payloads."""
     tensors: dict[str, int] = {}
     rows = [[tensors.setdefault(c.tensor, len(tensors)), _NAMES[c.dtype], *c.box.start, *c.box.shape] for c in chunks]
     table = compressed({"tensors": list(tensors), "chunks": rows})
@@ -203,6 +204,12 @@ class PayloadIndex:
 
 def read_index(store: Store, manifest: Manifest, rank: int, chunks: int) -> PayloadIndex:
     """Returns the index of a policy rank's file.
+
+    Args:
+        store: The store.
+        manifest: Manifest of the publication.
+        rank: The policy rank.
+        chunks: Number of chunks in the rank's layout.
 
     Raises:
         Absent, StoreError: As in `Store.read`.
