@@ -141,7 +141,7 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
 def redirect_and_bind(identity: ActorIdentity) -> None:
     """Appends stdout and stderr of this process to the actor's log file, if any, creating missing folders, and binds
     the process to the CPUs nearest to the visible GPUs. Prints these CPUs; without GPUs, NVML or such CPUs the process
-    stays unbound. Raises OSError if the log cannot be opened."""
+    stays unbound. `identity` has the actor's name and log file. Raises OSError if the log cannot be opened."""
     if identity.log is not None:
         log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)

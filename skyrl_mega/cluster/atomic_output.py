@@ -103,7 +103,7 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
 
 def being_written(output: Path) -> bool:
     """Returns True if a running process of this user is inside `atomic_folder` for this path. False on a file system
-    without locks, and for processes of other users."""
+    without locks, and for processes of other users. `output` is the argument of `atomic_folder`."""
     target = Path(os.path.realpath(output))
     return any(in_use(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
 

@@ -109,7 +109,8 @@ class ActorGroup:
         return group
 
     def add(self, spec: ActorSpec) -> int:
-        """Starts a further actor without waiting, and returns the new rank. `bring_up` must follow.
+        """Starts a further actor without waiting, and returns the new rank. `bring_up` must follow. `spec` defines the
+        actor.
 
         Raises:
             ClusterError: The group has been shut down.

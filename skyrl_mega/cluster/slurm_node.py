@@ -261,7 +261,8 @@ def wait_for_all(job: Allocation, node: RayNode) -> None:
 
 
 def check_all(job: Allocation, node: RayNode) -> None:
-    """Raises Ended if Ray ended on this node or another node has reported its failure."""
+    """Raises Ended if Ray ended on this node or another node has reported its failure. `job` is this node's part of the
+    job, `node` is Ray on this node."""
     node.check()
     if failed := job.names("failed"):
         raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))

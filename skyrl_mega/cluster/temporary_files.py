@@ -25,7 +25,8 @@ from skyrl_mega.common.safe_read import writing
 def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
     """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits, and removes it at the end of the
     `with` block. The caller may rename the folder, which is then kept. First removes such folders left behind by killed
-    processes of this user. `parent` must exist; raises OSError if the folder cannot be created."""
+    processes of this user. `parent` must exist; raises OSError if the folder cannot be created. `mode` is the folder's
+    access mode."""
     with _new_entry(parent, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 

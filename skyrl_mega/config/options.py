@@ -49,38 +49,43 @@ def number(
 
 
 def whole(default: int | None, doc: str, *, low: int, high: int = 10**9) -> Option:
-    """Returns the declaration of a whole number from `low` to `high` (included); nullable if the default is None."""
+    """Returns the declaration of a whole number from `low` to `high` (included); nullable if the default is None. `doc`
+    is the documentation for the user."""
     return Option(default, Rule(int, default is None, low, high), doc)
 
 
 def switch(default: bool, doc: str) -> Option:
-    """Returns the declaration of a boolean option."""
+    """Returns the declaration of a boolean option. `doc` is the documentation for the user."""
     return Option(default, Rule(bool), doc)
 
 
 def text(default: str | None, doc: str, *, empty: bool = False) -> Option:
-    """Returns the declaration of a text; nullable if the default is None, empty only with `empty`."""
+    """Returns the declaration of a text; nullable if the default is None, empty only with `empty`. `doc` is the
+    documentation for the user."""
     return Option(default, Rule(str, default is None, empty=empty), doc)
 
 
 def choice(*allowed: str, doc: str) -> Option:
     """Returns the declaration of a text with a fixed set of values; the first is the default. At least one value is
-    given."""
+    given. `doc` is the documentation for the user."""
     return Option(allowed[0], Rule(str, choices=allowed), doc)
 
 
 def texts(default: list[str], doc: str, *, choices: tuple[str, ...] = ()) -> Option:
-    """Returns the declaration of a list of non-empty texts; with `choices`, only these texts are allowed."""
+    """Returns the declaration of a list of non-empty texts; with `choices`, only these texts are allowed. `doc` is the
+    documentation for the user."""
     return Option(default, Rule(list, choices=choices, empty=False), doc)
 
 
 def mapping(doc: str) -> Option:
-    """Returns the declaration of a mapping passed to another library, with keys unchecked; empty by default."""
+    """Returns the declaration of a mapping passed to another library, with keys unchecked; empty by default. `doc` is
+    the documentation for the user."""
     return Option({}, Rule(dict), doc)
 
 
 def group(inner: Mapping[str, Option], doc: str) -> Option:
-    """Returns the declaration of a group of options: a mapping with the options in `inner`, completed by defaults."""
+    """Returns the declaration of a group of options: a mapping with the options in `inner`, completed by defaults.
+    `doc` is the documentation for the user."""
     return Option({}, Rule(dict), doc, inner)
 
 

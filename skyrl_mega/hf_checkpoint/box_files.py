@@ -369,7 +369,8 @@ def _start_of(buffer: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tenso
 
 
 def strips(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields a box, in order, as boxes of whole rows of at most `CHUNK_BYTES` (at least a row)."""
+    """Yields a box, in order, as boxes of whole rows of at most `CHUNK_BYTES` (at least a row). `itemsize` is the
+    number of bytes of an element."""
     step = max(1, CHUNK_BYTES // (prod(box.shape[1:]) * itemsize))
     for row in range(0, box.shape[0], step):
         yield Box((box.start[0] + row, *box.start[1:]), (min(step, box.shape[0] - row), *box.shape[1:]))

@@ -107,6 +107,12 @@ class Architecture:
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
         """Returns the parameters of policy rank `rank` and the pieces to fill them; names as in `megatron.shard`.
 
+        Args:
+            hf: Content of config.json.
+            parallel: The policy's layout.
+            rank: The policy rank, from 0.
+            spec: Kind of the layers, "te" or "local", which decides names (`models.megatron.layer_spec`).
+
         Raises:
             UserError: The layout does not divide the model, or config.json is not supported.
             ValueError: `rank` is not a rank of the layout.
@@ -116,6 +122,11 @@ class Architecture:
 
     def megatron_layout(self, hf: Hf, parallel: ParallelDims, spec: Spec) -> Layout:
         """Returns the shards of all policy ranks, in order. Ranks with the same parameters share one `Shard` object.
+
+        Args:
+            hf: Content of config.json.
+            parallel: The policy's layout.
+            spec: Kind of the layers, "te" or "local" (`models.megatron.layer_spec`).
 
         Raises:
             UserError: The layout does not divide the model, or config.json is not supported.
@@ -131,6 +142,13 @@ class Architecture:
         """Returns the parameters of worker `rank` (0 … `tensor` · `data` - 1) of an engine, named as in vLLM at load
         time, and the pieces to fill them.
 
+        Args:
+            hf: Content of config.json.
+            tensor: Tensor parallelism.
+            rank: Number of the worker in its engine.
+            expert_parallel: True if whole experts are distributed over the workers.
+            data: Data-parallel replicas inside the engine.
+
         Raises:
             UserError: vLLM cannot split the model so, or config.json is not supported.
         """
@@ -144,6 +162,13 @@ class Architecture:
         rank`.
 
         Workers with the same `rank` share one `Shard` object.
+
+        Args:
+            hf: Content of config.json.
+            tensor: Tensor parallelism.
+            engines: Number of engines.
+            expert_parallel: True if whole experts are distributed over the workers.
+            data: Data-parallel replicas inside an engine.
 
         Raises:
             UserError: vLLM cannot split the model so, or config.json is not supported.

@@ -61,7 +61,7 @@ class Batcher:
 
     async def ask(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
         """Queues the queries, waits until all are answered, and returns the hits of each query: at most `topk`, best
-        first. Waits without limit while `run` does not run.
+        first. Waits without limit while `run` does not run. `method` is the search method, such as `bm25`.
 
         Raises:
             QueueFull: There is no room for all queries; none was accepted.

@@ -58,6 +58,7 @@ class Bounds:
     @classmethod
     def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
         """Returns the bounds in the settings, scaled for trajectories that each represent `factor` real trajectories.
+        `environment` are the settings of environments.
 
         A known inaccuracy: trajectories of equal length take slots in rounds. With slots slightly below a half, a third
         or a quarter of the trajectories, the real run needs another round, the simulated run does not.

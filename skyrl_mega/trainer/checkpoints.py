@@ -269,7 +269,8 @@ def _damage(checkpoint: Path) -> str | None:
 
 def check_saved_together(part: Path) -> None:
     """Raises an error if a model's folder was not saved together with the `state.json` beside it. Accepts a folder
-    outside of a checkpoint, and any folder if `state.json` or the folder's `checkpoint.json` cannot be read.
+    outside of a checkpoint, and any folder if `state.json` or the folder's `checkpoint.json` cannot be read. `part` is
+    the model's folder inside of a checkpoint.
 
     Raises:
         Damaged: The folder was saved at another step.

@@ -162,7 +162,13 @@ class Inbox:
             yield request
 
     def answer(self, request: EngineRequest, ok: bool, text: str) -> None:
-        """Records the answer to a request, and keeps the newest `ANSWERS`; `write` delivers the answers."""
+        """Records the answer to a request, and keeps the newest `ANSWERS`; `write` delivers the answers.
+
+        Args:
+            request: The request.
+            ok: True if the request was granted.
+            text: The answer for the user.
+        """
         self.answers[request.id] = {"ok": ok, "text": text}
         while len(self.answers) > ANSWERS:
             del self.answers[next(iter(self.answers))]

@@ -222,7 +222,13 @@ def count_training_flops(step: Step, mini: Samples, forward_only: Tensor, *, tra
 
 def forward_only_fraction(run: Run, minis: Sequence[Samples], trainable: Sequence[bool]) -> float:
     """Returns the share of a step's tokens, from 0 to 1, for which training computes metrics, but no backward pass; 0
-    without tokens."""
+    without tokens.
+
+    Args:
+        run: The run.
+        minis: The mini-batches of the step.
+        trainable: False for a mini-batch that is only measured.
+    """
     without = [
         int((mini.lengths[run.policy.forward_only(index)] if trained else mini.lengths).sum())
         for index, (mini, trained) in enumerate(zip(minis, trainable, strict=True))
@@ -239,7 +245,7 @@ def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
 
 def split(values: Tensor, minis: Sequence[Samples], *, by_token: bool) -> list[Tensor]:
     """Splits a step's values, per token [T] or per sample [S], into the values of each mini-batch and returns these in
-    the order of `minis`, as views of `values`."""
+    the order of `minis`, as views of `values`. `by_token` is True for values per token."""
     return list(values.split([int(mini.lengths.sum()) if by_token else len(mini.parts) for mini in minis]))
 
 

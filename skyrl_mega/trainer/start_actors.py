@@ -262,6 +262,12 @@ def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: Layout
     """Connects a role's actors to a process group, builds the model without weights on each, and returns the group as a
     `TrainGroup`. On a failure the whole group is ended.
 
+    Args:
+        setup: The run's settings, model and device.
+        group: The role's actors, already started.
+        role: The model's role.
+        layout: Layout of the role's ranks.
+
     Raises:
         UserError: The settings or the model are not supported.
         ActorFailed, ActorTimeout: A rank failed, or was not ready within `setup.timeout_s`.
@@ -290,6 +296,11 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
     """Starts the reference model for KL, with weights of `reference.path` or of the policy's initial model, and returns
     it; returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
 
+    Args:
+        setup: The run's settings, model and device.
+        policy: The policy, already started.
+        placement: Reserved places of the reference's own ranks; None leaves the placement to Ray.
+
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.
         ActorFailed, ActorTimeout: A rank failed, or did not start within `setup.timeout_s`.
@@ -312,6 +323,10 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
 def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None:
     """Starts the critic with the weights of `critic.path`, or of the run's model, and returns its ranks; returns None
     if advantages need no critic.
+
+    Args:
+        setup: The run's settings, model and device.
+        placement: Reserved places; None leaves the placement to Ray.
 
     Raises:
         UserError: The layout does not fit, or the model's directory is invalid.

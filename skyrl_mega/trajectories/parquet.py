@@ -126,7 +126,7 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
 
 def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
     """Writes trajectories as `write` does. If any trajectory has remote arrays, a Ray task writes the file, so that the
-    arrays never enter this process; waits for the task.
+    arrays never enter this process; waits for the task. `columns` as in `write`.
 
     Raises:
         ClusterError: The arrays or the task are lost, or writing took more than `WRITE_S` seconds.

@@ -61,7 +61,8 @@ class TokenInputs:
             raise ValueError(f"values of tokens have shapes {shapes}: they must all be [T]")
 
     def returns(self, gamma: float) -> Tensor:
-        """Returns the return from each token on, float64 [T]: G_t = Σ γ^k r_{t+k} over the tokens of its trajectory."""
+        """Returns the return from each token on, float64 [T]: G_t = Σ γ^k r_{t+k} over the tokens of its trajectory.
+        `gamma` is the discount of later rewards."""
         return discounted(self.rewards_T.double(), self.trajectory_T, gamma)
 
 

@@ -70,6 +70,10 @@ class RexClient:
     def execute(self, argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
         """Runs a program in the container, without a shell, and returns exit code and standard output.
 
+        Args:
+            argv: Program and arguments.
+            timeout_s: Seconds until the server ends the program.
+
         Raises:
             CommandLate: The server ended the program after `timeout_s` seconds.
             CommandRefused: The program cannot be started.

@@ -56,7 +56,8 @@ class ProgramPlace(Protocol):
 
     def run(self, endpoint: AgentEndpoint, texts: Mapping[str, str]) -> SandboxResult:
         """Runs the program once, with files by name → text, and returns the result. A program ended by a limit is no
-        error: the status names the limit. Raises InfrastructureFault if the program cannot be started."""
+        error: the status names the limit. `endpoint` is the address of the policy, with its key. Raises
+        InfrastructureFault if the program cannot be started."""
 
     def answer(self, most_bytes: int) -> str | None:
         """Returns the text of the answer's file, cut after `most_bytes`; None without such a file."""
@@ -309,6 +310,10 @@ def wrong_image(options: Mapping[str, Any], columns: Mapping[str, Any]) -> str |
 def check_options(options: Mapping[str, Any], judge: AnswerJudge) -> None:
     """Checks the options of containers.
 
+    Args:
+        options: Options of the environment, with defaults.
+        judge: The environment that judges the answer, with its options.
+
     Raises:
         UserError: There is no such runtime, an option of the runtime is wrong, its containers cannot reach the policy,
             or `container` is given beside a software task, which has its own.
@@ -327,6 +332,10 @@ def check_options(options: Mapping[str, Any], judge: AnswerJudge) -> None:
 
 def check_ready(options: Mapping[str, Any], judge: AnswerJudge) -> None:
     """Checks the program, and the sandbox or the container runtime on this machine.
+
+    Args:
+        options: Options of the environment, with defaults.
+        judge: The environment that judges the answer; not used.
 
     Raises:
         UserError: `command` is missing, the program or a script does not exist, a variable is not set, or the machine
