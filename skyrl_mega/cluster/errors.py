@@ -45,6 +45,9 @@ class ActorFailed(Fault):
         method: The call that failed.
         cause: The root cause in one line, taken from the log if the error only points to the log.
         log: The actor's log file; None without one.
+
+    Args:
+        others: Number of actors that failed afterwards, for the message.
     """
 
     def __init__(
@@ -72,7 +75,13 @@ class NodeGone(ActorFailed):
 
 
 class ActorTimeout(ActorFailed):
-    """Actors did not answer in time. `silent` names all, `actor` and `rank` name the first."""
+    """Actors did not answer in time. `silent` names all, `actor` and `rank` name the first.
+
+    Args:
+        silent: Group and rank of each actor without an answer; at least one.
+        method: The call without an answer.
+        seconds: The time limit.
+    """
 
     def __init__(self, silent: list[tuple[str, int]], method: str, seconds: float) -> None:
         names = ", ".join(f"{group}-{rank}" for group, rank in silent[:8]) + (" …" if len(silent) > 8 else "")

@@ -41,7 +41,13 @@ class ActorSpec:
 
 
 class ActorGroup:
-    """Actors by rank; `spawn` starts a group. A rank is never reused: an actor added later gets the next rank."""
+    """Actors by rank; `spawn` starts a group. A rank is never reused: an actor added later gets the next rank.
+
+    Args:
+        name: Name of the group, in errors and logs.
+        actors: Ray's handles of the actors, by rank.
+        placement: Reserved places of the actors; None without.
+    """
 
     def __init__(self, name: str, actors: list[Any], placement: Placement | None = None) -> None:
         self.name, self.actors, self.placement = name, actors, placement

@@ -62,7 +62,7 @@ HEAD = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
 
 
 class Ended(Exception):
-    """This node's part is over; `code` is the exit code."""
+    """This node's part is over; `code` is the exit code. `why` is the reason."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -312,6 +312,10 @@ class RayNode:
     """`ray start --block` on this node, for the duration of a `with` block.
 
     Nothing remains afterwards, even if this process dies.
+
+    Args:
+        job: This node's part of the job.
+        options: Further options of `ray start`.
     """
 
     def __init__(self, job: Allocation, options: Sequence[str]) -> None:

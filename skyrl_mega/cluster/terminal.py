@@ -17,7 +17,11 @@ SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
 
 class Terminal:
-    """The terminal of this process; may be absent."""
+    """The terminal of this process; may be absent.
+
+    Args:
+        driver: Process group of the driver.
+    """
 
     def __init__(self, driver: int) -> None:
         self.driver = driver

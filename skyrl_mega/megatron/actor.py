@@ -35,7 +35,20 @@ if TYPE_CHECKING:
 
 
 class MegatronActor:
-    """One rank of a Megatron model in a process of its own. Ray runs the methods one at a time, in one thread."""
+    """One rank of a Megatron model in a process of its own. Ray runs the methods one at a time, in one thread.
+
+    Args:
+        rank: Number of the rank in the model.
+        parallel: The model's grid of ranks.
+        hf: The model's config.json.
+        policy: Settings of layers, optimizer and micro-batches.
+        algorithm: Settings of the loss (`set_algorithm`).
+        dtype: Name of the parameters' type in torch, such as `bfloat16`.
+        device: `cpu` or `cuda`.
+        role: Role of the model, which decides head and training.
+        value_clip: Largest change of a critic's values in the loss; None for no limit.
+        deterministic: True to allow only deterministic operations of torch in this process.
+    """
 
     def __init__(
         self,

@@ -26,6 +26,12 @@ class TrainGroup:
     `hold` splits the mini-batches of an RL step once. The ranks keep the micro-batches, with all computed columns,
     until the next `hold`. Every wait is bounded by `timeout_s`; after an error of a rank the group is ended. Paths are
     sent as absolute paths, because ranks may run in another working directory.
+
+    Args:
+        group: The actors of the ranks, already connected (`MegatronActor.join`).
+        parallel: The model's grid of ranks.
+        config: Settings of layers, optimizer and micro-batches.
+        timeout_s: Seconds until a rank must answer.
     """
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:

@@ -119,7 +119,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
 class RMSNorm(torch.nn.Module):
     """RMSNorm (arXiv:1910.07467). Under sequence parallelism megatron-core sums the weight's gradient over the tensor
-    group."""
+    group. Arguments as for megatron-core's norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()

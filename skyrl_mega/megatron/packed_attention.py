@@ -34,7 +34,8 @@ else:
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row.
+    """Causal attention within each sequence of a packed row. The constructor's arguments are those of megatron-core's
+    attention, and `sinks` and `window`.
 
     Context ranks gather keys and values, or exchange tokens for heads of whole sequences (`cp_comm_type` "a2a"). On
     CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become the

@@ -57,7 +57,17 @@ Finish = Callable[[Any, MicroBatch, int, Tensor], tuple[Tensor, dict[str, Tensor
 
 
 class ModelWorker:
-    """A rank after `model.join`: holds and trains a shard of the model, and computes log-probs or values."""
+    """A rank after `model.join`: holds and trains a shard of the model, and computes log-probs or values.
+
+    Args:
+        hf: The model's config.json.
+        policy: Settings of layers, optimizer and micro-batches.
+        parallel: The grid of ranks.
+        dtype: Type of the parameters.
+        device: Device of this rank.
+        trainable: False for a model without gradients and optimizer.
+        head: "vocab" for log-probs, "value" for values.
+    """
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler

@@ -78,7 +78,13 @@ class EnginePlan:
 
 
 class PolicyRanks:
-    """Memory by phase of a policy rank of each pipeline stage, for any `residency.keep`."""
+    """Memory by phase of a policy rank of each pipeline stage, for any `residency.keep`.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+    """
 
     def __init__(self, config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
         self.size, self.parallel = gpu_bytes(config), parallel

@@ -39,7 +39,11 @@ class NodeAddress:
 
 class Listener:
     """Listener on a free TCP port of this node; a thread answers every connection with `endpoint.reply` until
-    `close`."""
+    `close`.
+
+    Args:
+        address: Address of this node to listen on.
+    """
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))

@@ -76,6 +76,9 @@ class VirtualLoop:
     """A `rollout.event_loop.ServiceLoop` on a single thread: virtual time passes while the caller waits.
 
     Tasks run only during `run`, `wait` and `sleep`. These raise `EndlessWait` if a task waits forever.
+
+    Args:
+        longest_s, tick_s: As for `VirtualTime`.
     """
 
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:

@@ -19,7 +19,14 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class Evaluator:
-    """Samples the evaluation prompts, `evaluation.samples` times each, and computes scores."""
+    """Samples the evaluation prompts, `evaluation.samples` times each, and computes scores.
+
+    Args:
+        config: The settings.
+        prompts: The evaluation prompts.
+        generator: Samples the trajectories.
+        say: Prints a message for the user.
+    """
 
     def __init__(
         self, config: Config, prompts: list[Prompt], generator: Generator, say: Callable[[str], None] = print

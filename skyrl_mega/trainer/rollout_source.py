@@ -18,7 +18,14 @@ from skyrl_mega.trajectories.trajectory import GREEDY, Group, Trajectory
 
 
 class RolloutSource(Rollouts):
-    """Takes prompts from the data and generates a step's trajectories with the engines."""
+    """Takes prompts from the data and generates a step's trajectories with the engines.
+
+    Args:
+        config: The settings.
+        prompts: All training prompts.
+        stream: Chooses the prompts of the next step.
+        generator: Samples the trajectories.
+    """
 
     def __init__(self, config: Config, prompts: list[Prompt], stream: PromptStream, generator: Generator) -> None:
         self.config, self.prompts, self.stream, self.generator = config, prompts, stream, generator

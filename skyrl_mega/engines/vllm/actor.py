@@ -46,6 +46,10 @@ class VllmEngine:
 
     Call `start` first; Ray then runs the methods concurrently on one event loop. Every method that asks vLLM raises
     EngineDied if vLLM's process is gone, and passes vLLM's own errors on.
+
+    Args:
+        spec: Settings and model of the engine. Without a config.json in the model's directory on this node, the
+            constructor raises UserError.
     """
 
     def __init__(self, spec: EngineSpec) -> None:

@@ -35,7 +35,8 @@ BUS = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
 
 
 class Apptainer:
-    """Instances of Apptainer, a named instance per container."""
+    """Instances of Apptainer, a named instance per container. `options` follow `OPTIONS`; options with a default may be
+    missing."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "program": text("apptainer", "path of the client"),

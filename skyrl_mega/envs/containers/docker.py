@@ -38,7 +38,8 @@ UNKNOWN_IMAGE = re.compile(rb"image not known|no such image|no such object", re.
 
 
 class CommandLineRuntime:
-    """Podman or docker, by the command line of its client."""
+    """Podman or docker, by the command line of its client. `options` follow `OPTIONS`; options with a default may be
+    missing."""
 
     PROGRAM: ClassVar[str]
     """Name of the client."""

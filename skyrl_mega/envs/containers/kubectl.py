@@ -46,7 +46,7 @@ NOT_STARTED = re.compile(
 
 
 class Kubectl:
-    """Kubernetes pods, a pod per container."""
+    """Kubernetes pods, a pod per container. `options` follow `OPTIONS`; options with a default may be missing."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "program": text("kubectl", "path of the client"),

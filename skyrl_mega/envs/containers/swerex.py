@@ -37,7 +37,11 @@ PROCESSES = re.compile(r"(?: +\d+:\d+)+ *")
 
 class SweRexRuntime:
     """Containers with a server of SWE-ReX. A user's program starts a container with the server, prints the server's
-    address and token, and removes the container when its input ends."""
+    address and token, and removes the container when its input ends.
+
+    Args:
+        options: Options by `OPTIONS`, with defaults filled in.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "command": text(None, "starts a server for {image}, prints its address and token, and ends with its input"),

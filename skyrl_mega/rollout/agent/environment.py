@@ -24,7 +24,13 @@ LONGEST_ERROR = 2000
 
 class EnvironmentFault(Exception):
     """An environment raised an exception, exceeded the time limit or broke the contract. Only the trajectory of this
-    environment ends."""
+    environment ends.
+
+    Args:
+        status: Status of the trajectory.
+        text: The error.
+        at: Line in the environment's own file; None if unknown.
+    """
 
     def __init__(self, status: Status, text: str, at: str | None = None) -> None:
         self.status, self.at = status, at

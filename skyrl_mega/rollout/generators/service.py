@@ -24,7 +24,13 @@ from skyrl_mega.trajectories.trajectory import Status
 
 
 class GeneratorService(GroupState):
-    """Engines and environments for a single group."""
+    """Engines and environments for a single group.
+
+    Args:
+        agent: Runs the trajectories.
+        group: The group to generate.
+        start: Awaited before the first request (`Gate`); None: nothing is awaited.
+    """
 
     def __init__(self, agent: Agent, group: GroupRequest, start: Start | None = None) -> None:
         super().__init__(agent, group, start)

@@ -15,6 +15,12 @@ class Workers(SupervisedGroup):
     """A supervised group of `worker.RolloutWorker` actors, the trajectories on each, and the crashes of trajectories.
 
     Phases and services share the workers, and may detect the same crash in two event loops.
+
+    Args:
+        group: The actors.
+        restarts: Restart budget of all workers together.
+        start_timeout_s: Seconds until a restarted worker is up.
+        say: Prints a message for the user.
     """
 
     lost_note = "Its trajectories are retried. "

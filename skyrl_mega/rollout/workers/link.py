@@ -12,7 +12,12 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class WorkerLost(Exception):
-    """The crash of a worker; its trajectories must be sent to another worker."""
+    """The crash of a worker; its trajectories must be sent to another worker.
+
+    Args:
+        cause: Description of the crash.
+        received: True if the worker had received the trajectory.
+    """
 
     def __init__(self, cause: str, *, received: bool) -> None:
         super().__init__(cause)

@@ -194,7 +194,15 @@ class RolloutWorker:
 
 
 class PhaseSession:
-    """A session of the driver on this worker, a phase or a service: agent, tasks, finished arrays and events."""
+    """A session of the driver on this worker, a phase or a service: agent, tasks, finished arrays and events.
+
+    Args:
+        factory: Makes the session's agent.
+        sampling: Sampling parameters of the policy.
+        service: True for a service, in which trajectories do not wait for each other.
+        engines: The driver's view of the engines.
+        generator: `rollout.generator`; None if trajectories are sampled one by one.
+    """
 
     def __init__(
         self,

@@ -37,6 +37,9 @@ class Staging:
 
     There is a single stream because the allocator keeps freed memory for the stream of last use. Buffers are allocated
     on first use, in the largest size requested until then.
+
+    Args:
+        transport: The group of the exchanges; decides device and kind of memory.
     """
 
     def __init__(self, transport: Transport) -> None:

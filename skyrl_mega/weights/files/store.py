@@ -41,7 +41,11 @@ class Absent(StoreError):
 
 
 class Store(ABC):
-    """A flat space of objects by key, such as `3f…/000000012/rank-00003`."""
+    """A flat space of objects by key, such as `3f…/000000012/rank-00003`.
+
+    Args:
+        address: Address of the store, for errors.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -107,7 +107,15 @@ class PeerChannel:
 
 
 class ToPeer(PeerChannel):
-    """The owner's connection to a device peer. Construction shares `buffers`, used by all runs, with the peer."""
+    """The owner's connection to a device peer. Construction shares `buffers`, used by all runs, with the peer.
+
+    Args:
+        connection: An open socket to the peer.
+        transport: The group of both processes.
+        peer: Process number of the peer.
+        buffers: The owner's buffers.
+        deadline: The end of the time for sharing the buffers.
+    """
 
     def __init__(
         self, connection: socket.socket, transport: Transport, peer: int, buffers: SharedBuffers, deadline: Deadline
@@ -152,7 +160,14 @@ class ToPeer(PeerChannel):
 
 
 class ToOwner(PeerChannel):
-    """The connection of a device peer to the owner of its device."""
+    """The connection of a device peer to the owner of its device. Construction waits for the owner's buffers.
+
+    Args:
+        connection: An open socket to the owner.
+        transport: The group of both processes.
+        peer: Process number of the owner.
+        deadline: The end of the time for receiving the buffers.
+    """
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
         super().__init__(connection, transport, peer)
