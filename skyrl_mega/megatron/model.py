@@ -132,15 +132,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns megatron-core's configuration of the architecture in this layout. `policy.options` take precedence.
     Raises UserError if megatron-core refuses `policy.options`, an option contradicts the model, or the architecture is
-    not supported.
-
-    Args:
-        hf: The model's config.json.
-        policy: The settings of the model.
-        parallel: The grid of ranks.
-        dtype: Type of the parameters.
-        device: Device of the ranks; decides the kind of layers for `policy.spec=auto`.
-    """
+    not supported. `dtype` is the type of the parameters; `device` decides the kind of layers for `policy.spec=auto`."""
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}

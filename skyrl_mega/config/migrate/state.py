@@ -95,7 +95,7 @@ class TranslationState:
 
 
 def shorter(left: Sequence[str] | None, right: Sequence[str] | None) -> list[str] | None:
-    """Returns the parts that stay under both switches; null keeps all."""
+    """Returns the parts that stay under both switches, in the order of `left`. None stands for all parts."""
     if left is None or right is None:
         kept = left if right is None else right
         return None if kept is None else list(kept)

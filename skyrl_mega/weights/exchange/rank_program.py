@@ -119,23 +119,11 @@ def rank_program(
     owners: dict[int, int],
 ) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps, ordered by round, and the buckets that the process reads from the owner of its
-    device.
-
-    The owner of a device communicates for all processes of the device, and gets only steps. The other processes get
-    only the buckets that they want, in the owner's order. All arguments except `role` must be equal in all processes.
-
-    Args:
-        plan: All transfers.
-        wire: Types of the tensors in messages.
-        role: Number and shards of this process.
-        bucket_bytes: Maximum size of a bucket in bytes.
-        in_flight: Number of buffers of a process, at least 2.
-        target_base: Process number of target rank 0.
-        owners: Process → owner of its device (`ipc.device_owners`).
-
-    Raises:
-        ValueError: A shard lacks a part of the plan.
-    """
+    device. The owner communicates for all processes of the device and gets only steps; the other processes get only the
+    buckets that they want, in the owner's order. `bucket_bytes` is the maximum size of a bucket, `in_flight` the number
+    of buffers of a process (at least 2), `target_base` the process number of target rank 0; `owners` maps each process
+    to the owner of its device (`ipc.device_owners`). All arguments but `role` must be equal in all processes. Raises
+    ValueError if a shard lacks a part of the plan."""
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [plan.routes[route].source for route in buckets.route]
