@@ -141,7 +141,9 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
         UserError: An option is wrong, options contradict each other, or the run of `--like` has no trajectories.
     """
     if args.like == "":
-        raise UserError("allowed is the folder of a run", key="--like", value="''", fix="give it, or leave --like out")
+        raise UserError(
+            "allowed is the folder of a run", key="--like", value="''", fix="give the folder, or leave --like out"
+        )
     if args.like:
         if wrong := next(
             (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
@@ -149,7 +151,7 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
             raise UserError(
                 "--like takes tokens, environment seconds and turns from a run",
                 key=f"--{wrong}",
-                fix="give one of them",
+                fix="give only one of the two options",
             )
         return Recorded.of_run(Path(args.like))
     parallel, _ = fit.parallel_of(config)

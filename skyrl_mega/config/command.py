@@ -35,7 +35,8 @@ SIGN = "= "
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with UserError instead of a usage page; rejects text not valid in any file."""
+    """Argument parser with UserError instead of a usage page. Rejects arguments that are not UTF-8 or contain NUL,
+    which no file could hold."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments like the base class, after checking for valid text.

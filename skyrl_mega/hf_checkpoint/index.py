@@ -343,7 +343,7 @@ def _files(path: Path, tensors: Collection[str]) -> dict[str, Path]:
             )
         # A name in a file must not lead out of the directory.
         if Path(str(weight_map[name])).name != weight_map[name] or not weight_map[name].isprintable():
-            raise UserError(f"{weight_map[name]!r} is no file name", key=path / INDEX, fix="fetch it again")
+            raise UserError(f"{weight_map[name]!r} is no file name", key=path / INDEX, fix="fetch the index again")
     return {name: path / weight_map[name] for name in tensors}
 
 

@@ -421,8 +421,8 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns `algorithm.loss_mean` micro_batches, with the other program's samples per micro-batch; ignores the value
-    and `here`.
+    """Returns the setting `algorithm.loss_mean=micro_batches`, with the other program's samples per micro-batch;
+    ignores the value and `here`.
 
     `argument` is a list of the other program's key of these samples, and its default.
     """
@@ -433,7 +433,8 @@ def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: Tr
 
 
 def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns `algorithm.loss_mean` constant with its divisor; ignores the value and `here`.
+    """Returns the settings `algorithm.loss_mean=constant` and `algorithm.loss_mean_length`, the divisor; ignores the
+    value and `here`.
 
     The divisor is the value of the other program's key `argument`. Without such a value, or with None as `argument`,
     the divisor is `rollout.max_response_tokens`, or else `rollout.sampling.max_tokens`.

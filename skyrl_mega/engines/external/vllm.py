@@ -227,7 +227,7 @@ class VllmServer(HttpServer):
         answer = await self.post("/collective_rpc", {"method": method, "args": args}, seconds)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list) or not results or len(results) > (self.workers or len(results)):
-            raise ServerGone(f"/collective_rpc: no answer of {self.workers or 'all'} workers to {method}")
+            raise ServerGone(f"/collective_rpc: no usable answer from {self.workers or 'all'} workers to {method}")
         return results
 
 

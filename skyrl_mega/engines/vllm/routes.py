@@ -26,7 +26,8 @@ ID_SUFFIX = 9
 
 @dataclass
 class TokenRoutes:
-    """Routes of consecutive tokens read by a model, with data to verify the origin."""
+    """Routes of consecutive tokens read by a model; tokens and versions prove to which tokens and weights the routes
+    belong."""
 
     routes: np.ndarray
     """Routes, [n, M, K]."""
@@ -124,7 +125,8 @@ class RouteRecorder:
         routers = {m.layer_id: m.router for m in self.runner.model.modules() if isinstance(m, MoERunner)}
         if sorted(routers) != list(self.shape.layers) or not all(isinstance(r, BaseRouter) for r in routers.values()):
             raise WrongRoutes(
-                f"vLLM has expert routers in layers {sorted(routers)}, but config.json in {list(self.shape.layers)}"
+                "expert routes cannot be recorded (give policy.moe.replay=off): vLLM has expert routers in layers "
+                f"{sorted(routers)}, config.json has experts in layers {list(self.shape.layers)}"
             )
         for place, layer in enumerate(self.shape.layers):
             routers[layer].set_capture_fn(partial(self._capture, place))

@@ -46,7 +46,7 @@ def start_reaper(listing: Sequence[str], removal: Sequence[str], starting: str =
     Args:
         listing: Command that prints the names of this process's containers, a name per line.
         removal: Command that removes the containers named in further arguments.
-        starting: Argument by which the reaper knows the clients of this process that start containers; no other program
+        starting: Argument on the command line of this process's clients that start containers; no other program
             may have it. The reaper waits for these clients first. "" waits for none.
 
     Raises:

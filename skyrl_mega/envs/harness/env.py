@@ -36,8 +36,8 @@ class ProgramFailed(AgentStopped):
 
 
 class HarnessEnv(AgentEnv):
-    """A user's program, started once per trajectory with address and key of the endpoint in environment variables and
-    the task in a file. A function in this process judges the answer, after the end of the program.
+    """A user's program, started once per trajectory with address and key of the policy's endpoint in environment
+    variables and the task in a file. A function in this process judges the answer, after the end of the program.
     """
 
     requires_ground_truth: ClassVar[bool] = False

@@ -114,7 +114,8 @@ class GatedDeltaNet(Block):
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         if parallel.context > 1:
             raise UserError(
-                f"{parallel.context} would cut the state of a gated delta net, which no context rank passes on; give 1",
+                f"{parallel.context} would cut the state of a gated delta net, which context ranks do not exchange; "
+                "give 1",
                 key=f"{key}.context",
             )
 
