@@ -184,9 +184,9 @@ def _with_engines(
 
 
 def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:
-    """Simulates all splits in the first mode of `EXPLORED` that can run in any split; empty if no mode can. Rows keep
-    the order of `splits`. Raises UserError if `cluster.rates_file` is wrong; errors of `simulator.before` pass
-    through."""
+    """Simulates all splits in the first mode of `EXPLORED` that can run in any split, and returns a row for each split
+    that can run the mode, in the order of `splits`; [] if no mode can run. Prints a line to standard error before each
+    simulation. Raises UserError if `cluster.rates_file` is wrong; errors of `simulator.before` pass through."""
     return next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)), [])
 
 

@@ -247,8 +247,8 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
-        signal: name → metric of the loss, without `grad_norm` and `lr`. Changes no weight and adds no column. Only the
-        parameters must be on the device. A loss of NaN is not an error.
+        signal: name → metric of the loss, without `grad_norm`, `lr` and `expert_balance`. Changes no weight and adds no
+        column. Only the parameters must be on the device. A loss of NaN is not an error.
 
         Args:
             mini: Index of the mini-batch in the latest `hold`.

@@ -69,7 +69,7 @@ class StepTimeline:
 
         `idle/engines`: mean share in which an engine has no request and is not being updated. `idle/policy`: share
         without a phase of the policy. `idle/environments`: mean share of unused environment slots. `idle/bottleneck`:
-        the smaller of engines and policy. Needs at least one engine.
+        the smaller of engines and policy. At least one engine must have run in the step (`present`).
         """
         seconds = self.end - self.start
         updated = _within(self.phases, UPDATED, self.start, self.end)
