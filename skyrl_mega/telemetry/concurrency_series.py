@@ -116,9 +116,10 @@ class ConcurrencySeries:
         return type(self).from_intervals(edges, first.counts + second.counts, shares)
 
     def total(self, start: float, end: float) -> float:
-        """Returns the integral of the count between two times, in items × seconds."""
+        """Returns the integral of the count from `start` to `end`, in items × seconds; outside of `times` the count is
+        0."""
         return float(np.diff(np.interp([start, end], self.times, self.sums))[0])
 
     def busy_s(self, start: float, end: float) -> float:
-        """Returns the seconds with a count above 0 between two times."""
+        """Returns the seconds with a count above 0 from `start` to `end`; outside of `times` the count is 0."""
         return float(np.diff(np.interp([start, end], self.times, self.busy))[0])

@@ -99,7 +99,8 @@ class Variables:
         return [f"{text} {', '.join(sorted(names))}" for text, names in lines.items() if names]
 
     def words(self, word: Word) -> list[str]:
-        """Expands a word as a shell does: replaces variables and splits unquoted values; returns any number of words.
+        """Expands a word as a shell does: replaces variables and splits unquoted values; returns any number of words,
+        [] for an unquoted empty value.
 
         A variable that the script does not assign becomes a reference to the environment, `${oc.env:NAME}`. Notes used
         defaults and variables of the environment for `assumptions`; `${X:=…}` also assigns the variable.

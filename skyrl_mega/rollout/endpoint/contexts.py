@@ -41,7 +41,9 @@ class Context:
         return self.between if self.parent is None else self.parent.sequence() + self.between
 
     def routes_from(self) -> int:
-        """Returns the index of the first token whose expert routes the exchange stores."""
+        """Returns the index of the first token whose expert routes the exchange stores: 0 without a parent or without
+        the parent's routes, else the parent's last token, because an engine returns no route for a reply's last
+        token."""
         return 0 if self.parent is None or self.parent.routes is None else self.parent.length - 1
 
     def routes(self, completion: Completion, kept: int) -> Any:

@@ -30,15 +30,16 @@ ALLOWED_ROLES = ", ".join(ROLES)
 
 
 def mapping(value: Any, place: str) -> Mapping[str, Any]:
-    """Returns a JSON object unchanged. Raises BadRequest, with `place`, for any other value."""
+    """Returns a JSON object unchanged. Raises BadRequest for any other value, with `place`, the value's place in the
+    request, such as `tools[0]`."""
     if not isinstance(value, Mapping):
         raise BadRequest(f"{place}: {shown(value)} is not an object")
     return value
 
 
 def items(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Returns the objects in a list, [] for None. Raises BadRequest, with `place`, unless the value is a list of
-    objects."""
+    """Returns the objects in a list, [] for None. Raises BadRequest, with `place`, the value's place in the request,
+    unless the value is a list of objects."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -47,14 +48,16 @@ def items(value: Any, place: str) -> list[Mapping[str, Any]]:
 
 
 def string(value: Any, place: str) -> str:
-    """Returns a text unchanged. Raises BadRequest, with `place`, for any other value."""
+    """Returns a text unchanged. Raises BadRequest for any other value, with `place`, the value's place in the
+    request."""
     if not isinstance(value, str):
         raise BadRequest(f"{place}: {shown(value)} is not a string")
     return value
 
 
 def number(value: Any, place: str, most: int | None = None) -> int | None:
-    """Returns a whole number from 1 to `most`; None for None. Raises BadRequest, with `place`, for any other value."""
+    """Returns a whole number from 1 to `most` (None: no limit); None for None. Raises BadRequest for any other value,
+    with `place`, the value's place in the request."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):

@@ -98,7 +98,7 @@ class Branch:
 
     @property
     def turn_logprobs(self) -> list[float]:
-        """Log-prob of each of `turn_tokens`, at sampling."""
+        """Log-prob of each of `turn_tokens` in nats, at sampling; [] before the first turn."""
         step = self._turn
         return self._trajectory.logprobs[step.start : step.end].tolist() if step else []
 

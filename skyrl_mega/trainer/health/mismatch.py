@@ -70,7 +70,7 @@ def sampling_excess(config: Config) -> float:
     the distribution.
 
     The tokens kept by top_p have a total probability of at least top_p, so log-probs rise by at most −ln top_p. For
-    top_k no bound is known.
+    top_k no bound is known, and the result is infinity. 0 at temperature 0.
     """
     sampling = config.rollout.sampling
     if sampling.temperature == 0:

@@ -71,7 +71,8 @@ class StepView:
     def groups(self) -> list[list[Trajectory]]:
         """The judged samples (without failure of the environment) of each prompt with at least two.
 
-        If advantages do not compare samples (`reinforce`), all trajectories form a single group.
+        If advantages do not compare samples (`reinforce`), all trajectories form a single group. [] without a group of
+        at least two.
         """
         if not self.config.algorithm.advantage_traits.compares:
             return [self.judged] if len(self.judged) > 1 else []
