@@ -85,7 +85,7 @@ def _numeric(value: Any) -> float:
 
 
 def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value, converted by `fitted`, for every setting in `here`.
+    """Returns the value, converted by `fitted`, for every setting in `here`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: A setting does not allow the value.
@@ -94,12 +94,14 @@ def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def none(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value: always raises `Dropped`, with `argument` as reason (None: the note in the table)."""
+    """Drops every value: always raises `Dropped`, with `argument` as reason (None: the note in the table). Ignores
+    `here` and `state`."""
     raise Dropped(argument or "")
 
 
 def first(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the value, converted by `fitted`, for the first setting in `here`, and ignores the remaining settings.
+    Ignores `argument` and `state`.
 
     Raises:
         Dropped: The setting does not allow the value.
@@ -108,7 +110,7 @@ def first(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns a value above 0 for every setting in `here`.
+    """Returns a value above 0 for every setting in `here`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is null, negative or 0 ("not set" in the other program), no number, or not allowed.
@@ -119,7 +121,7 @@ def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def items(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns entry i of a list for setting i of `here`.
+    """Returns entry i of a list for setting i of `here`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: The value is no list of this length, or an entry is not allowed.
@@ -130,7 +132,8 @@ def items(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns a limit of tokens per turn for every setting in `here` and in `argument`, a list of our keys.
+    """Returns a limit of tokens per turn for every setting in `here` and in `argument`, a list of our keys. Ignores
+    `state`.
 
     Raises:
         Dropped: A setting does not allow the value.
@@ -139,7 +142,7 @@ def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument`, a mapping, if the value is on; ignores `here`.
+    """Returns the settings in `argument`, a mapping, if the value is on; ignores `here` and `state`.
 
     Raises:
         Dropped: The value is false, null, 0 or an empty text.
@@ -150,7 +153,8 @@ def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value for every setting in `here`, and the settings in `argument`, a mapping, unchecked.
+    """Returns the value for every setting in `here`, and the settings in `argument`, a mapping, unchecked. `state` is
+    the translation so far.
 
     Raises:
         Dropped: A setting in `here` does not allow the value.
@@ -159,7 +163,8 @@ def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive_with(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns a value above 0 for the first setting in `here`, and the settings in `argument`, a mapping.
+    """Returns a value above 0 for the first setting in `here`, and the settings in `argument`, a mapping. `state` is
+    the translation so far.
 
     Raises:
         Dropped: The value is null, negative, 0 or no number, or not allowed.
@@ -169,7 +174,7 @@ def positive_with(value: Any, here: Sequence[str], argument: Any, state: Transla
 
 def positive_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the settings in `argument`, a mapping, if the value is true or above 0; for the export of a model at the
-    end.
+    end. Ignores `here`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is null, false, negative, 0 or no number.
@@ -179,7 +184,7 @@ def positive_set(value: Any, here: Sequence[str], argument: Any, state: Translat
 
 
 def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value, an expert parallel size, is above 1; ignores `here`.
+    """Returns the settings in `argument` if the value, an expert parallel size, is above 1; ignores `here` and `state`.
 
     Raises:
         Dropped: The value is at most 1, or no number.
@@ -190,7 +195,7 @@ def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the settings in `argument` if the value is off: false, null, 0 or empty; ignores `here`.
+    """Returns the settings in `argument` if the value is off: false, null, 0 or empty; ignores `here` and `state`.
 
     Raises:
         Dropped: The value is on, as by default here.
@@ -201,7 +206,8 @@ def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns null, or 0 if null is not allowed, for the first setting in `here` if the switch is off.
+    """Returns null, or 0 if null is not allowed, for the first setting in `here` if the switch is off. Ignores
+    `argument` and `state`.
 
     Returns no settings, and only a reason, if the switch is on: another key of the program has the value.
     """
@@ -212,7 +218,7 @@ def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationSta
 
 def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns a number type by our name for every setting in `here`: `bf16` becomes `bfloat16`, `fp32` becomes
-    `float32`.
+    `float32`. Ignores `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: A setting does not allow the type.
@@ -223,7 +229,8 @@ def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 def model(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns a model's path for every setting in `here`. A name on the Hugging Face hub becomes a folder in `MODELS`;
-    the reason then is the command that downloads the model, which this function does not run.
+    the reason then is the command that downloads the model, which this function does not run. Ignores `argument` and
+    `state`.
 
     A hub name is a text with a single `/` that does not start with `.`, `/`, `~` or `$`. Any other path stays, without
     a `/` at the end, and with `${oc.env:HOME}` for `~`.
@@ -237,7 +244,8 @@ def model(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns a model's path for every setting in `here`; null stays null. A name on the Hugging Face hub becomes a
-    folder in `MODELS`, with the command for the download as reason (`model`).
+    folder in `MODELS`, with the command for the download as reason (`model`). Ignores `argument`. `state` is the
+    translation so far.
 
     Raises:
         Dropped: The value is null, and a setting does not allow null.
@@ -247,7 +255,8 @@ def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 def reference(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the reference's path for every setting in `here`; null stays null. A name on the Hugging Face hub becomes
-    a folder in `MODELS`, with the command for the download as reason (`model`).
+    a folder in `MODELS`, with the command for the download as reason (`model`). Ignores `argument`. `state` is the
+    translation so far.
 
     Raises:
         Dropped: The path is a checkpoint in Megatron's format (`torch_dist`); a reference needs Hugging Face's format.
@@ -266,7 +275,7 @@ def home(text: str) -> str:
 
 def files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the paths of data files, a text or a list, as a list for the first setting in `here`, with
-    `${oc.env:HOME}` for a leading `~`.
+    `${oc.env:HOME}` for a leading `~`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: An entry is no text.
@@ -279,7 +288,7 @@ def files(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 def named_files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the paths in a list NAME, FILE, NAME, FILE, …, without the names, for the first setting in `here`; any
-    other value is a single path.
+    other value is a single path. Ignores `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: A path is no text.
@@ -289,7 +298,8 @@ def named_files(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the list of trackers for the first setting in `here`: our defaults plus the given trackers.
+    """Returns the list of trackers for the first setting in `here`: our defaults plus the given trackers. Ignores
+    `argument` and `state`.
 
     Raises:
         Dropped: At least one of the trackers is unknown, or the list adds nothing to our defaults.
@@ -305,7 +315,7 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the list of trackers for the first setting in `here`, our defaults plus the tracker named by `argument`,
-    if the value is on.
+    if the value is on. `state` is the translation so far.
 
     Raises:
         Dropped: The value is off, or the tracker is unknown or in use by default.
@@ -316,7 +326,8 @@ def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 
 def tracker_option(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value for the wandb option named by `argument`, whatever `here` is.
+    """Returns the value for the wandb option named by `argument`, whatever `here` is. `state` is the translation so
+    far.
 
     Raises:
         Dropped: The translated run does not use the tracker wandb.
@@ -328,7 +339,7 @@ def tracker_option(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 def sequences(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Converts a number of sequences per micro-batch to tokens, for every setting in `here`: number × maximum sequence
-    length.
+    length. Ignores `argument`. `state` is the translation so far.
 
     The result is at most 8,192 tokens, or a single sequence if longer.
 
@@ -352,7 +363,7 @@ def longest(state: TranslationState) -> int:
 
 def divided_by(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Divides the value by `argument`, a whole number or the key of our setting; returns the result, at least 1, for
-    every setting in `here`.
+    every setting in `here`. `state` is the translation so far.
 
     For a setting that is a whole number, the result is rounded up.
 
@@ -368,7 +379,7 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns our setting `argument` divided by the value, rounded up to at least 1, for the first setting in `here`. A
-    value below 1 counts as 1.
+    value below 1 counts as 1. `state` is the translation so far.
 
     Raises:
         Dropped: The value is no number.
@@ -378,7 +389,7 @@ def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 def times(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Multiplies the value by `argument`, a whole number or the key of our setting; returns the product for every
-    setting in `here`.
+    setting in `here`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is no number, or the product is not allowed.
@@ -389,7 +400,7 @@ def times(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the value, cut to a whole number, plus the number `argument`, for every setting in `here`; for example to
-    count turns of the policy instead of observations.
+    count turns of the policy instead of observations. Ignores `state`.
 
     Raises:
         Dropped: The value is no number, or the sum is not allowed.
@@ -398,7 +409,7 @@ def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value rounded up to a whole number for the first setting in `here`.
+    """Returns the value rounded up to a whole number for the first setting in `here`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: The value is no number. An infinite value raises OverflowError.
@@ -408,7 +419,8 @@ def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 def input_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the maximum number of tokens before a turn for the first setting in `here`, and limits of sequence and
-    response with which a last turn may still generate `max_tokens`.
+    response with which a last turn may still generate `max_tokens`. Ignores `argument`. `state` is the translation so
+    far.
 
     Raises:
         Dropped: The value is null or no number.
@@ -422,7 +434,7 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the setting `algorithm.loss_mean=micro_batches`, with the other program's samples per micro-batch;
-    ignores the value and `here`.
+    ignores the value and `here`. `state` is the translation so far.
 
     `argument` is a list of the other program's key of these samples, and its default.
     """
@@ -434,7 +446,7 @@ def micro_batches_mean(value: Any, here: Sequence[str], argument: Any, state: Tr
 
 def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the settings `algorithm.loss_mean=constant` and `algorithm.loss_mean_length`, the divisor; ignores the
-    value and `here`.
+    value and `here`. `state` is the translation so far.
 
     The divisor is the value of the other program's key `argument`. Without such a value, or with None as `argument`,
     the divisor is `rollout.max_response_tokens`, or else `rollout.sampling.max_tokens`.
@@ -450,7 +462,7 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the present `rollout.engines` times the value, a number of replicas per engine, cut to a whole number;
-    ignores `here`.
+    ignores `here` and `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is at most 1 or no number.
@@ -462,7 +474,7 @@ def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns for every setting in `here`, a limit for training, the larger of its present value and `value`, the limit
-    for evaluation, cut to a whole number.
+    for evaluation, cut to a whole number. Ignores `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is no number.
@@ -473,7 +485,8 @@ def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the maximum number of tokens per turn in evaluations for the first setting in `here`.
+    """Returns the maximum number of tokens per turn in evaluations for the first setting in `here`. Ignores `argument`.
+    `state` is the translation so far.
 
     For a value above our maximum response length, also returns the value as this maximum.
 
@@ -509,13 +522,14 @@ def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def fusion(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value: always raises `Dropped`, because fusions are on by default where results do not change."""
+    """Drops every value: always raises `Dropped`, because fusions are on by default where results do not change.
+    Ignores `here`, `argument` and `state`."""
     raise Dropped("used wherever it is right" if value else "list the others in policy.fusions to turn it off")
 
 
 def context(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns a size of Ulysses sequence parallelism as the context parallel size, with the same exchange. Ignores
-    `here`.
+    `here`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: The size is at most 1, no number, or not allowed.
@@ -529,7 +543,7 @@ def context(value: Any, here: Sequence[str], argument: Any, state: TranslationSt
 
 def without_suffix(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the value as text without the suffix `argument` for the first setting in `here`: this project appends the
-    suffix itself. The reason says so; it is empty for a text without the suffix.
+    suffix itself. The reason says so; it is empty for a text without the suffix. Ignores `state`.
 
     Raises:
         Dropped: The value is null.
@@ -542,7 +556,8 @@ def without_suffix(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 
 def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the value as a list for the first setting in `here`; a single value becomes a list of one text.
+    """Returns the value as a list for the first setting in `here`; a single value becomes a list of one text. Ignores
+    `argument` and `state`.
 
     Raises:
         Dropped: The setting does not allow the list.
@@ -552,7 +567,7 @@ def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 def trl_importance(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns TRL's bound of the importance weight as `algorithm.importance_cap`; if TRL masks whole sequences, also as
-    `algorithm.rejection.high`. Ignores `here`.
+    `algorithm.rejection.high`. Ignores `here` and `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: The setting does not allow the value.

@@ -18,7 +18,7 @@ TRL_FORM = (
 
 
 def environment(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the name of a built-in environment for the first setting in `here`.
+    """Returns the name of a built-in environment for the first setting in `here`. Ignores `argument` and `state`.
 
     Raises:
         Dropped: The environment is not built in; the text says how to give its class.
@@ -34,7 +34,7 @@ def environment(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 def verl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns verl's settings for path and name of a reward function as `path:name` for the first setting in `here`;
-    ignores `value`. Without a name, `compute_score`.
+    ignores `value`. Without a name, `compute_score`. Ignores `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: No path is given.
@@ -48,7 +48,7 @@ def verl_reward(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 def trl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Translates TRL's `reward_funcs`, with a single reward function, into the setting `here[0]`, and returns the
-    setting with a note about TRL's form of reward functions.
+    setting with a note about TRL's form of reward functions. Ignores `argument`. `state` is the translation so far.
 
     `package.module.function` becomes `package.module:function`. `file.py:function`, for a function imported from a file
     beside the script, stays. Nothing is imported.

@@ -16,7 +16,8 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 
 def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Converts a share of the run, from 0 to 1, to optimizer steps, for the first setting in `here`.
+    """Converts a share of the run, from 0 to 1, to optimizer steps, for the first setting in `here`. Ignores
+    `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: The value is null or no number, or the length of the run is unknown and the value not 0.
@@ -31,7 +32,8 @@ def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 
 def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Converts a number of RL steps to optimizer steps, for every setting in `here`.
+    """Converts a number of RL steps to optimizer steps, for every setting in `here`. Ignores `argument`. `state` is the
+    translation so far.
 
     Raises:
         Dropped: The value is null or negative, which means "not set" in the other program, or no number; or a setting
@@ -46,7 +48,7 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 def decay_to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the learning-rate schedule `value` for the policy, with a decay over all optimizer steps of the run;
-    ignores `here`.
+    ignores `here` and `argument`. `state` is the translation so far.
 
     Raises:
         Dropped: The length of the run is unknown.
@@ -56,7 +58,8 @@ def decay_to_the_end(value: Any, here: Sequence[str], argument: Any, state: Tran
 
 
 def schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the schedule `here[0]` with the value, and `decay_steps` of the same group at the end of the run.
+    """Returns the schedule `here[0]` with the value, and `decay_steps` of the same group at the end of the run. `state`
+    is the translation so far.
 
     `decay_steps` is left out for a constant schedule, for a run of unknown length, and if a key in `argument`, the end
     of the decay in the other program, has a value other than null there, given or by default.
