@@ -66,9 +66,9 @@ class Channel:
         """True while the driver polls for requests (`set_polled`). A driver without polling is killed on a signal."""
         return bool(self._flags[_POLLING])
 
-    def set_polled(self, heeded: bool) -> None:
-        """Reports to the supervisor that the driver starts (`heeded=True`) or stops (False) polling for requests."""
-        self._flags[_POLLING] = heeded
+    def set_polled(self, polling: bool) -> None:
+        """Reports to the supervisor that the driver starts (`polling=True`) or stops (False) polling for requests."""
+        self._flags[_POLLING] = polling
 
     @property
     def exit_code(self) -> int | None:

@@ -228,8 +228,8 @@ class Fleet(SupervisedGroup):
         does. Empty if no actor runs yet, but at least one starts.
 
         Raises:
-            ActorFailed: An actor is given up, even if others run: its failure may have reached nobody, between two
-                requests. Or no actor is left, or freeing memory for a restart failed.
+            ActorFailed: An actor is given up, even if others run: between two requests no other call reports the
+                failure. Or no actor is left, or freeing memory for a restart failed.
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         running = super().running()

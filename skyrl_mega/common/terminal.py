@@ -7,8 +7,8 @@ def printable(text: str, keep: str = "") -> str:
     """Returns the text with all characters refused by `str.isprintable` escaped (`\\x1b`), except the characters in
     `keep`.
 
-    Refused are control, format, private, unassigned and broken characters, tabs and line breaks, and every space other
-    than ` `, such as U+00A0 and U+3000. A backslash stays.
+    `isprintable` refuses control, format, private, unassigned and broken characters, tabs and line breaks, and every
+    space other than ` `, such as U+00A0 and U+3000. A backslash stays.
     """
     if text.isprintable():
         return text

@@ -178,7 +178,7 @@ class Engine(Protocol):
 
     async def fetch_weights(self, source: dict[str, Any], version: int) -> None:
         """Downloads weight version `version` into host memory or onto the engine's disk; called in place of
-        `connect_weights` for an engine with `Facts.weights` `FILES` or `DIRECTORY`. The engine goes on generating with
+        `connect_weights` for an engine with `Facts.weights` `FILES` or `DIRECTORY`. The engine keeps generating with
         its present weights. `begin_update`, `update_weights`, which installs the downloaded weights, and `end_update`
         follow; `abandon_update` drops the download.
 
@@ -261,7 +261,7 @@ class Engine(Protocol):
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
         which needs `connect_weights` or `fetch_weights` first, a new request raises NotReady, and an engine paused by
-        `begin_update` stays paused; any other goes on with its requests under way."""
+        `begin_update` stays paused; any other engine continues its requests under way."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights again for comparison with the weights in place, which stay; the policy ranks must send, with

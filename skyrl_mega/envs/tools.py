@@ -113,9 +113,9 @@ class ToolEnv(BaseTextEnv):
         answer by `judge` and ends the trajectory.
 
         A turn is judged if it has no calls, and if it is the last turn: the policy could not read results. An
-        unreadable call, and a ToolError of a tool, is a result for the policy; other exceptions are let out. Of more
-        than `calls_per_turn` calls, only so many are executed, and the next gets an error as result; calls after it get
-        no message. `metadata` has `tool_calls`, all calls of the turn.
+        unreadable call, and a ToolError of a tool, is a result for the policy; other exceptions pass through. Of more
+        than `calls_per_turn` calls, only the first are executed, and the next gets an error as result; calls after it
+        get no message. `metadata` has `tool_calls`, all calls of the turn.
         """
         self.turns += 1
         message = self.parse(action, self.turns)

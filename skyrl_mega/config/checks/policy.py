@@ -16,7 +16,7 @@ def check_replay(c: Config) -> Refusals:
     """Raises a UserError if `policy.moe.replay` is impossible with other settings, or has no effect with them; not for
     `off`.
 
-    Refused are a fused router and a MoE part recomputed by itself; with `policy` also a single optimizer step per step
+    Refuses a fused router and a MoE part recomputed by itself; with `policy` also a single optimizer step per step
     and `algorithm.old_logprobs` other than `policy`; with `rollout` also data-parallel replicas in an engine, engines
     without prefix caching, `mtp` drafts, and on GPUs `suffix` drafts.
     """
@@ -68,7 +68,7 @@ def check_replay(c: Config) -> Refusals:
 def check_speed(c: Config) -> Refusals:
     """Raises a UserError for a setting of speed or memory of the policy that is ignored or fails with other settings.
 
-    Refused are `fusions` listed twice or without Transformer Engine's layers, and fusion `router` with replayed routes
+    Refuses `fusions` listed twice or without Transformer Engine's layers, and fusion `router` with replayed routes
     or an auxiliary loss; `recompute=selective` without these layers; `offload_layers` with full recomputation;
     `moe.dispatcher=deepep` without these layers or in another type than bfloat16; `logit_chunk` with `head=fused`.
     """

@@ -207,7 +207,7 @@ class AlgorithmConfig:
     def refusals(self) -> Refusals:
         """Yields refusals of settings in this group that are incomplete, without effect or harmful to training.
 
-        Refused are a reward weight that is no finite number; a discount, whitening, overlong penalty or KL in the
+        Covers a reward weight that is no finite number; a discount, whitening, overlong penalty or KL in the
         reward that the estimator excludes; incomplete settings of the subgroups; an `importance_cap` of 0 or not above
         the floor, importance settings without a cap, and a cap or rejection beside `old_logprobs=engine`; `kl_cov` with
         coefficient 0; `loss_mean=micro_batches` without samples; a `dual_clip` of 1, or with a loss that does not

@@ -90,8 +90,8 @@ class ExternalEngine:
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
-        order. Empty lists are signs of life. After an update completions wait for `trust`. The end of `Request.seconds`
-        is not an error (`finish` is then `timeout`). Arguments as in `Engine.generate_many`.
+        order. Empty lists show that the engine still works. After an update completions wait for `trust`. The end of
+        `Request.seconds` is not an error (`finish` is then `timeout`). Arguments as in `Engine.generate_many`.
 
         Raises:
             EngineDied: The server is gone, silent for `rollout.request_timeout_s`, or serves another version.

@@ -140,7 +140,8 @@ class VllmEngine:
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
         """Continues prompts; yields completions in small lists as requests end, each request once and in no given
-        order. Empty lists are signs of life. The end of `Request.seconds` is not an error (`finish` is then `timeout`).
+        order. Empty lists show that the engine still works. The end of `Request.seconds` is not an error (`finish` is
+        then `timeout`).
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.
@@ -474,7 +475,7 @@ class VllmEngine:
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished, and leaves the process group. Until the end of the next update,
         which needs `connect_weights` or `fetch_weights` first, a new request raises NotReady, and an engine paused by
-        `begin_update` stays paused; any other goes on with its requests under way.
+        `begin_update` stays paused; any other engine continues its requests under way.
 
         Raises:
             EngineDied: vLLM's process is gone.

@@ -156,7 +156,7 @@ def _folder(store: ImageStore) -> Path:
     """Returns the folder of a store's notes, which belongs to this user alone.
 
     Raises:
-        UserError: The folder belongs to somebody else.
+        UserError: The folder belongs to another user.
     """
     NOTES.mkdir(mode=0o700, exist_ok=True)
     info = NOTES.lstat()

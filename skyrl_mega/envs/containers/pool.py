@@ -23,7 +23,8 @@ OPTIONS: Mapping[str, Option] = {
 }
 """Options of the pool, beside the options of the runtime."""
 REMOVAL_S = 30.0
-"""Seconds for which a trajectory waits for the removal of its container; then the removal goes on in the background."""
+"""Seconds for which a trajectory waits for the removal of its container; then the removal continues in the
+background."""
 MARGIN_S = 300.0
 """Seconds added to the lifetime of a container, after which a slot must have become free."""
 
@@ -154,7 +155,7 @@ class ContainerPlace:
 
     def remove(self, container: Container) -> None:
         """Removes a container of this place. Counts as waiting, and ends after at most `REMOVAL_S` seconds: a slower or
-        failed removal goes on in the background and raises nothing, as the policy can cause both."""
+        failed removal continues in the background and raises nothing, as the policy can cause both."""
         removal = start_removal(container)
         self._removals.append(removal)
         with waiting():

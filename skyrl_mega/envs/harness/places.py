@@ -176,7 +176,7 @@ class ProgramContainer:
 
     def close(self) -> None:
         """Removes the container and gives its place in the pool back; may be called again. A slow or failed removal
-        goes on in the background and raises nothing."""
+        continues in the background and raises nothing."""
         if self._container is not None:
             container, self._container = self._container, None
             self._containers.remove(container)

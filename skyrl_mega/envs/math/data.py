@@ -52,7 +52,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     generated problems without files; deterministic in `args.seed`. With a single file, only that split is returned.
     Problems are unique, within and across the files; problems without an answer are left out, and counted on stderr.
     Also left out are training problems longer than `--longest`, and the `--shots` shortest training problems, which
-    are shown with their answers before every problem. With `--limit`, each split is a random choice of so many rows.
+    are shown with their answers before every problem. With `--limit`, each split is a random choice of that number of
+    rows.
 
     Raises:
         UserError: The training problems are fewer than `--shots`, or a file cannot be read or is malformed.

@@ -13,7 +13,7 @@ def worked_answer(number: int, digit: int, slip: int | None = None) -> str:
         number: At least 1.
         digit: 1 to 9.
         slip: Place of the slip (units are 0): the carry into the place is forgotten, or 1 is added if the carry is 0,
-            so the product is wrong. None for no slip. Allowed are all places but the units.
+            so the product is wrong. None for no slip. All places except the units are allowed.
     """
     places, carry = [], 0
     for place, figure in enumerate(reversed(str(number))):

@@ -120,7 +120,7 @@ def _grade(
 
 def metrics(session: AgentSession) -> dict[str, float]:
     """Returns the figures of a session by name: `agent_requests`; `agent_branches`, the conversations;
-    `agent_dropped_tokens`, the sampled tokens that reached nobody, and `agent_dropped_<reason>` for every reason in
+    `agent_dropped_tokens`, the sampled tokens that are not trained on, and `agent_dropped_<reason>` for every reason in
     `DROPPED`, 0 included; `agent_ignored_parameters`, not followed by the run; and `agent_retokenised_messages`, the
     assistant messages rendered as text."""
     return {

@@ -89,9 +89,9 @@ class MlflowTracker:
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Creates an MLflow run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
-        beginning); returns a line with id and store. Errors of MLflow are let out, and ValueError or
-        KeyError for a damaged file of sent steps, and OSError if it cannot be read or written; a repeated call
-        continues the same run."""
+        beginning); returns a line with id and store. Errors of MLflow pass through. A repeated call continues the
+        same run. Raises ValueError or KeyError for a damaged file of sent steps, and OSError if the file cannot be read
+        or written."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
@@ -113,7 +113,7 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends all metrics of a step in one call, which the store accepts or rejects as a whole.
 
-        Skips a step already sent, such as a step repeated after a resume. Errors of MLflow are let out; the step may
+        Skips a step already sent, such as a step repeated after a resume. Errors of MLflow pass through; the step may
         then be sent again.
         """
         from mlflow.entities import Metric
@@ -134,7 +134,7 @@ class MlflowTracker:
 
     def close(self, failed: bool = False) -> None:
         """Sets the run's status to FAILED or FINISHED; a resume sets RUNNING again. Does nothing if `start` found or
-        made no run. Errors of MLflow are let out."""
+        made no run. Errors of MLflow pass through."""
         if self._run_id:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 

@@ -65,9 +65,9 @@ class WandbTracker:
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Creates a wandb run, or continues the run of the resumed checkpoint (`resumed_step`, None: from the
-        beginning); returns a line with its address, or offline with the command that uploads it. Errors of wandb are
-        let out, and ValueError or KeyError for a damaged file of sent steps, and OSError if it cannot be read or
-        written."""
+        beginning); returns a line with its address, or offline with the command that uploads it. Errors of wandb
+        pass through. Raises ValueError or KeyError for a damaged file of sent steps, and OSError if the file cannot be
+        read or written."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports for wandb's authors
         os.environ.setdefault("WANDB_SILENT", "true")  # only `Console` prints on the terminal
         # default: tables are staged in the home folder
@@ -105,7 +105,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs a row of the history, with the step's trajectories as a table; skips a step already sent. Errors of
-        wandb are let out; the step may then be sent again."""
+        wandb pass through; the step may then be sent again."""
         import wandb
 
         row: dict[str, Any] = dict(metrics)
@@ -122,7 +122,7 @@ class WandbTracker:
 
     def close(self, failed: bool = False) -> None:
         """Ends the wandb run, with exit code 1 if `failed`; a resume continues it. Does nothing if `start` created
-        none. Errors of wandb are let out."""
+        none. Errors of wandb pass through."""
         if self._run is not None:
             self._run.finish(exit_code=1 if failed else 0)
 
