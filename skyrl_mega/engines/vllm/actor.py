@@ -139,9 +139,8 @@ class VllmEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts; yields completions in small lists as requests end, each request once and in no given
-        order. Empty lists show that the engine still works. The end of `Request.seconds` is not an error (`finish` is
-        then `timeout`).
+        """Continues prompts; yields completions in small lists as requests end, each request once, in no given order.
+        Empty lists show that the engine works. The end of `Request.seconds` is not an error: `finish` is `timeout`.
 
         An idle engine accepts all requests before computing the first, so the same call with the same weights forms the
         same batches and gives the same numbers to the last bit.
