@@ -110,7 +110,7 @@ def rows(
         hf: The model's config.json.
         suggestions: Fitting layouts in the order of the search.
         gpus: Number of GPUs of the search.
-        used: The rates of the settings with their uncertainties, as from `rates.planned`.
+        used: The rates of the settings with their uncertainties, as from `rates.with_measured`.
     """
     decoder = architecture(hf).describe(hf)
     error = find_error(config, hf, planned=True)
