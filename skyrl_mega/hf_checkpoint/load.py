@@ -10,9 +10,11 @@ from contextlib import ExitStack
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -113,7 +115,7 @@ def save(
 
     Args:
         path: The directory to write.
-        source: Directory of the configuration, tokenizer, and tensors to copy.
+        source: Directory of the configuration, tokenizer, and tensors to copy; only rank 0 reads it.
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write the files in turn, file 0 by the first. Several writers need a shared file system.
@@ -129,13 +131,14 @@ def save(
     with ExitStack() as stack:
         copied: list[Copied] = []
 
-        def begin() -> tuple[Path, int]:
+        def begin() -> tuple[Path, int, dict[str, Any]]:
+            hf = read_config(source)
             copied.extend(copies(source, file_bytes))
             place = atomic_folder(path, f"export: {path}", exported, last=_EXPORTED)
-            return stack.enter_context(place), len(copied)
+            return stack.enter_context(place), len(copied), hf
 
-        folder, copied_files = on_all_ranks(lambda: begin() if rank == 0 else (path, 0))[0]
-        wire, forms = _types(source, params)
+        folder, copied_files, hf = on_all_ranks(lambda: begin() if rank == 0 else (path, 0, {}))[0]
+        wire, forms = _types(hf, params)
         sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
         files = list(groups(sizes, sizes.__getitem__, file_bytes))
         names = file_names(len(files) + copied_files)
@@ -153,10 +156,9 @@ def save(
         on_all_ranks(lambda: finish() if rank == 0 else None)
 
 
-def _types(source: Path, params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[str, DiskForm]]:
+def _types(hf: Mapping[str, Any], params: Mapping[str, Tensor]) -> tuple[Wire, Mapping[str, DiskForm]]:
     """Returns the types of the exported tensors (the parameters' dtype, float32 where the architecture says so), and
     the tensors with another order of axes on disk."""
-    hf = read_config(source)
     decoder = architecture(hf).describe(hf)
     return Wire(next(iter(params.values())).dtype, float32=decoder.float32_tensors), decoder.disk_forms
 
@@ -248,12 +250,16 @@ def _whole(layout: Layout, names: Sequence[str]) -> Shard:
 
 
 def _write(tensors: dict[str, Tensor], file: Path | None, forms: Mapping[str, DiskForm]) -> None:
-    """Writes the tensors, in their order of axes on disk; nothing without a file."""
+    """Writes the tensors, in their order of axes on disk; nothing without a file. Raises OSError if the file cannot be
+    written."""
     if file is None:
         return
     for name in tensors.keys() & forms.keys():
         tensors[name] = forms[name].to_disk(tensors[name])
-    save_file(tensors, str(file), metadata={"format": "pt"})
+    try:
+        save_file(tensors, str(file), metadata={"format": "pt"})
+    except SafetensorError as error:  # no OSError, even for a full disk
+        raise OSError(f"{file} cannot be written: {error}") from error
     with open(file, "rb") as written:
         os.fsync(written.fileno())
 

@@ -130,6 +130,29 @@ def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
     assert not exported(tmp_path / "out", names), "somebody changed it"
 
 
+def save_with_source_of_rank_0(rank: int, address: str, source: Path, path: Path, hf: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=2)
+    layout = architecture(hf).megatron_layout(hf, ParallelDims(2, pipeline=2), "local")
+    params = empty(layout.shards[rank])
+    load(source, layout.shards[rank], params)
+    save(path, source if rank == 0 else source / "missing", layout, params)
+    dist.destroy_process_group()
+
+
+def test_only_rank_0_reads_the_source_of_a_save(tmp_path: Path) -> None:
+    hf = MODELS["qwen3_moe"]
+    tensors = write(tmp_path / "source", hf)
+    run_ranks(2, save_with_source_of_rank_0, tmp_path / "source", tmp_path / "out", hf)
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+
+
+def test_a_failed_write_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """Raises OSError, which `on_all_ranks` passes to all ranks; safetensors raises SafetensorError."""
+    file = tmp_path / "missing" / "model.safetensors"
+    with pytest.raises(OSError, match=f"{file} cannot be written: .*No such file"):
+        files._write({"weight": torch.ones(2)}, file, {})
+
+
 def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
