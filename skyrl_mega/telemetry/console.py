@@ -173,7 +173,8 @@ class Console:
 
         Other people may read the log, or the file or pipe behind the output.
         """
-        self._print(printable(text if self._out.is_terminal else instead))
+        # rich's `is_terminal` is true for a pipe too under FORCE_COLOR or TTY_COMPATIBLE
+        self._print(printable(text if self._out.file.isatty() else instead))
         self._write_log(instead)
 
     def note(self, text: str) -> None:

@@ -98,11 +98,25 @@ def test_a_phase_that_a_signal_has_ended_has_not_failed(monkeypatch: pytest.Monk
     assert first.startswith("generate ended by SIGTERM after ") and second.startswith("generate failed after ")
 
 
-def test_one_live_line_on_a_terminal_and_none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_secret_is_printed_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
+    shown = {}
+    for out in (Terminal(), io.StringIO()):
+        with Console(out) as console:
+            console.log_to(tmp_path / "run.log")
+            console.show_secret("token: 1234", "token: in a file")
+        shown[type(out)] = out.getvalue()
+    assert shown == {Terminal: "token: 1234\n", io.StringIO: "token: in a file\n"}
+    assert "1234" not in (tmp_path / "run.log").read_text()
+
+
+def test_one_live_line_on_a_terminal_and_none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = Terminal()
