@@ -19,8 +19,8 @@ FAILURES = 20
 
 
 def html(run: RunData, name: str, several: bool) -> str:
-    """Returns a run's last fault, crashes of engines and rollout workers, health findings and failed trajectories by
-    kind as HTML; "" without any. Raises UserError if the run's events cannot be read.
+    """Returns a run's last fault, crashes of engines, rollout workers and the retrieval service, health findings and
+    failed trajectories by kind as HTML; "" without any. Raises UserError if the run's events cannot be read.
 
     Args:
         run: The run.
@@ -57,7 +57,7 @@ def _fault(run: RunData) -> list[str]:
 def _crashes(run: RunData) -> list[str]:
     parts = []
     if lost := run.given_up:
-        actors = ", ".join(dict.fromkeys(str(event.facts.get("actor")) for event in lost))
+        actors = ", ".join(dict.fromkeys(str(event.facts.get("actor", "retriever")) for event in lost))
         parts.append(_folded(f"given up after a crash, with no restart left: {actors}", lost, "bad"))
     if recovered := run.recovered:
         count = "a crash" if len(recovered) == 1 else f"{len(recovered)} crashes"

@@ -21,8 +21,10 @@ from skyrl_mega.telemetry.console import PLACES
 from skyrl_mega.telemetry.events import EventLine
 from skyrl_mega.telemetry.run_dir import checkpoints_in
 
-RECOVERED = ("actor_lost", "retriever_lost", "trajectory_failed")
-"""Kinds of events that a run recovers from."""
+RETRIEVER_LOST = "retriever_lost"
+"""Kind of the event of a crash of the retrieval service."""
+RECOVERED = ("actor_lost", RETRIEVER_LOST, "trajectory_failed")
+"""Kinds of events that a run recovers from, unless they are in `RunData.given_up`."""
 GIVEN_UP = "actor_given_up"
 """Kind of the event of a crash without a restart left."""
 STUCK = ("health/stuck_steps", "health/stuck_groups")
@@ -215,11 +217,13 @@ class RunData:
 
     @property
     def given_up(self) -> list[EventLine]:
-        """Events of crashes of engines and rollout workers that were not restarted in the same start of the run."""
+        """Events of crashes without a restart in the same start of the run: of engines, rollout workers, the retrieval
+        service."""
         return [
             event
             for i, event in enumerate(self.events)
-            if event.kind == GIVEN_UP and not _is_back(event.facts.get("actor"), self.events[i + 1 :])
+            if (event.kind == GIVEN_UP and not _is_back(event.facts.get("actor"), self.events[i + 1 :]))
+            or (event.kind == RETRIEVER_LOST and event.facts.get("restarted") is False)
         ]
 
 

@@ -234,6 +234,9 @@ def test_state_and_alarms_follow_the_run(run: Path) -> None:
     events(run, *started, {"kind": "resumed", "text": "resuming after step 1", "step": 1})
     assert now()["phase"] == "starting" and now()["stage"] == "resuming after step 1"
 
+    down = {"kind": "retriever_lost", "restarted": False, "text": "retriever: stays down"}
+    events(run, {"kind": "step", "step": 1}, down)
+    assert now()["alarms"][0]["text"] == "retriever: stays down"
     lost = {"kind": "actor_given_up", "actor": "engine-1", "text": "engine-1 crashed"}
     events(run, {"kind": "step", "step": 1}, lost)
     assert now()["alarms"][0] == {"kind": "actor_given_up", "text": "engine-1 crashed", "level": "bad", "steps": None}

@@ -106,6 +106,16 @@ def test_a_crash_without_a_restart_left_is_no_recovery(run: Path) -> None:
     assert "given up after a crash, with no restart left: engine-1" in text and "recovered from a crash" in text
 
 
+def test_a_retrieval_service_that_stays_down_is_no_recovery(run: Path) -> None:
+    again = {"kind": "retriever_lost", "text": "retriever: ended (1); restarting it", "code": 1, "restarted": True}
+    down = {"kind": "retriever_lost", "text": "retriever: stays down", "code": 1, "restarted": False}
+    events(run, again, down, STEP)
+    data = run_data.read(run)
+    assert [event.text for event in data.recovered] == [again["text"]]
+    text = text_of(overview.write([run]).read_text())
+    assert "given up after a crash, with no restart left: retriever" in text and "recovered from a crash" in text
+
+
 def test_failed_trajectories_are_listed_by_kind(run: Path) -> None:
     raised = {"status": "error_env", "environment": "m", "error": "raised KeyError(…)", "at": "", "count": 3}
     late = {"status": "error_env_timeout", "environment": "m", "error": "took longer", "at": "", "count": 2}

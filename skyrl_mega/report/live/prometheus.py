@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from skyrl_mega.report.live.state import RunState
-from skyrl_mega.report.run_data import STUCK, RunData
+from skyrl_mega.report.run_data import RETRIEVER_LOST, STUCK, RunData
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "skyrl_mega_"
@@ -62,7 +62,7 @@ def _progress(run: RunData, state: RunState) -> Iterator[Metric]:
         f"{PREFIX}alarm", "1 for a health finding of the newest step (docs/health.md).", labels=["run", "finding"]
     )
     active = {of.kind for of in state.alarms if of.level != "past"}
-    for kind in dict.fromkeys(["fault", "actor_given_up", *(finding.kind for finding in run.findings)]):
+    for kind in dict.fromkeys(["fault", "actor_given_up", RETRIEVER_LOST, *(finding.kind for finding in run.findings)]):
         alarm.add_metric([run.name, kind], float(kind in active))
     yield alarm
     events = CounterMetricFamily(f"{PREFIX}events", "Events of the run by kind (events.jsonl).", labels=["run", "kind"])

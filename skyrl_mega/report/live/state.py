@@ -31,7 +31,7 @@ class Alarm:
     """A finding, a fault or a silence, for the top of the page."""
 
     kind: str
-    """`fault`, `silent`, `actor_given_up`, or the name of a finding."""
+    """`fault`, `silent`, `actor_given_up`, `retriever_lost`, or the name of a finding."""
     text: str
     level: str
     """`bad` for a fault or a standstill, `warn` for a finding of the newest step, `past` for an earlier finding."""
@@ -119,8 +119,8 @@ def state_of(run: RunData, running: bool) -> RunState:
 
 
 def _alarms(run: RunData, phase: str, began: float) -> list[Alarm]:
-    """Returns the alarms of a run, the worst first: the fault at the run's end, actors without a restart since the
-    newest start, findings of the last steps."""
+    """Returns the alarms of a run, the worst first: the fault at the run's end, actors and a retrieval service
+    without a restart since the newest start, findings of the last steps."""
     alarms = []
     if run.fault and phase == "fault":
         alarms.append(Alarm("fault", run.fault.text.partition("\n")[0], "bad"))
