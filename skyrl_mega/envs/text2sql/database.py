@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.sandbox import Sandbox, SandboxResult
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.text2sql import query
@@ -80,7 +81,7 @@ class Database:
         the number of all rows; a failing query is reported in the result's `error`.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start, or was killed from outside.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be opened.
             UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         return self._run([sql], seconds)[0][0]
@@ -98,7 +99,7 @@ class Database:
             The reason why the results differ (None if equal), the solution's result, and the gold result.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start, or was killed from outside.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be opened.
             UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
@@ -131,6 +132,8 @@ class Database:
 
         outcome = run_with_retries(run, limits.wall_s)
         results = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
+        if results and "unopened" in results[-1]:
+            raise InfrastructureFault(f"the database {file} cannot be opened: {results[-1]['unopened']}")
         reason = results.pop()["differ"] if results and "differ" in results[-1] else "a query was ended"
         timed_out = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
         cause = (

@@ -4,7 +4,7 @@ stdin: JSON with `database` (path), `queries` (one, or prediction and gold), `se
 `shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`), `ordered` (true if
 the gold query orders its rows).
 stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `differ`: the reason why two results
-differ, or null.
+differ, or null. If the database cannot be opened: a line with `unopened`, the reason, and nothing after it.
 A query exceeding `seconds` is interrupted. During a single long instruction the kernel ends this process instead; the
 missing output lines identify the query.
 """
@@ -66,14 +66,19 @@ class Result:
 def main() -> None:
     """Runs the queries of the JSON request on standard input.
 
-    Prints a line of JSON for each result, and a line with the reason if two results differ (null if equal).
+    Prints a line of JSON for each result, and a line with the reason if two results differ (null if equal). If the
+    database cannot be opened, prints a line with the reason and ends.
     """
     request = json.load(sys.stdin)
     results = []
     for sql in request["queries"]:
         # A new connection per query: no query sees side effects of another.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
-        result = run(request, sql)
+        try:
+            result = run(request, sql)
+        except sqlite3.OperationalError as error:
+            print(json.dumps({"unopened": str(error)}), flush=True)
+            return
         signal.setitimer(signal.ITIMER_REAL, 0)
         results.append(result)
         print(json.dumps(_printable(request, result)), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.database import schema
 from skyrl_mega.envs.text2sql.env import find_database
@@ -125,6 +127,15 @@ def test_a_conversation(databases: Path) -> None:
     assert "(no rows)" in answered(game, "SELECT id FROM pet WHERE id > 9")
     assert "invalid" in game.step("<think>hm</think>")["observations"][0]["content"]
     assert game.step("<think>so</think><solution>SELECT max(name) FROM pet WHERE age = 3</solution>")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("tag", ["sql", "solution"])
+def test_a_lost_database_is_no_mistake_of_the_policy(databases: Path, tmp_path: Path, tag: str) -> None:
+    shutil.copytree(databases, tmp_path, dirs_exist_ok=True)
+    game = env(tmp_path)
+    (tmp_path / "pets" / "pets.sqlite").unlink()
+    with pytest.raises(InfrastructureFault, match=r"pets\.sqlite cannot be opened: unable to open database file"):
+        game.step(f"<think>x</think><{tag}>SELECT name FROM pet WHERE id = 1</{tag}>")
 
 
 def test_turns_that_run_out_are_a_broken_format(databases: Path) -> None:
