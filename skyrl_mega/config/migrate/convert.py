@@ -356,9 +356,13 @@ def sequences(value: Any, here: Sequence[str], argument: Any, state: Translation
 
 def longest(state: TranslationState) -> int:
     """Returns the maximum number of tokens of a sequence, prompt and response, by the translation so far."""
-    response = state.ours("rollout.max_response_tokens")
-    response = response or state.ours("rollout.max_turns") * state.ours("rollout.sampling.max_tokens")
-    return int(state.ours("rollout.max_length") or state.ours("rollout.max_prompt_tokens") + response)
+    return int(state.ours("rollout.max_length") or state.ours("rollout.max_prompt_tokens") + _response_limit(state))
+
+
+def _response_limit(state: TranslationState) -> int:
+    """Returns `derived.response_limit` of the translation so far."""
+    turns, tokens = state.ours("rollout.max_turns"), state.ours("rollout.sampling.max_tokens")
+    return int(state.ours("rollout.max_response_tokens") or turns * tokens)
 
 
 def divided_by(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
@@ -449,13 +453,12 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
     value and `here`. `state` is the translation so far.
 
     The divisor is the value of the other program's key `argument`. Without such a value, or with None as `argument`,
-    the divisor is `rollout.max_response_tokens`, or else `rollout.sampling.max_tokens`.
+    the divisor is our maximum response length of all turns.
 
     Raises:
         Dropped: The divisor is not a number.
     """
-    length = state.theirs(argument) if argument else None
-    length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
+    length = (state.theirs(argument) if argument else None) or _response_limit(state)
     ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(_numeric(length))}
     return ours, f"the sum over a sequence divided by {length:,}"
 
@@ -494,9 +497,7 @@ def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: Tra
         Dropped: The setting does not allow the value.
     """
     ours = {here[0]: fitted(here[0], value)}
-    limit = state.ours("rollout.max_response_tokens")
-    limit = limit or state.ours("rollout.max_turns") * state.ours("rollout.sampling.max_tokens")
-    if value is None or value <= limit:
+    if value is None or value <= _response_limit(state):
         return ours, ""
     ours["rollout.max_response_tokens"] = value
     return ours, "longer than in training, where rollout.sampling.max_tokens still ends an answer"

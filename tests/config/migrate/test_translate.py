@@ -145,6 +145,18 @@ def test_a_divisor_that_is_no_number_is_dropped() -> None:
     assert "algorithm.loss_mean_length" not in migration.settings
 
 
+def test_a_missing_divisor_is_the_limit_of_all_turns() -> None:
+    """Takes SkyRL's, which has no default; verl and TRL state the limit of all turns themselves."""
+    words = (
+        "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
+        "generator.max_turns=3",
+        "generator.sampling_params.max_generate_length=500",
+    )
+    assert migrated("SkyRL", *words).settings["algorithm.loss_mean_length"] == 3 * 500
+    given = migrated("SkyRL", *words, "trainer.algorithm.max_seq_len=4096")
+    assert given.settings["algorithm.loss_mean_length"] == 4096
+
+
 def test_trl_counts_prompts_and_steps(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
