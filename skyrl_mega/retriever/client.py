@@ -68,7 +68,7 @@ class SearchClient:
             method: `dense` or `bm25`; None leaves the choice to the service.
 
         Raises:
-            RetrievalError: No answer within `timeout_s`, a rejection, or an answer of another form.
+            RetrievalError: No answer within `timeout_s`, a rejection, an answer of another form, or a closed client.
         """
         body: dict[str, Any] = {"queries": list(queries), "topk": topk, "return_scores": True}
         if method is not None:
@@ -91,7 +91,7 @@ class SearchClient:
 
         Raises:
             RetrievalError: The service does not answer or become ready within `timeout_s`, rejects the request, or
-                answers in another form.
+                answers in another form, or the client is closed.
         """
         state = self._wait(self._ask("GET", "/health", None))
         if not isinstance(state, dict):
@@ -99,12 +99,17 @@ class SearchClient:
         return state
 
     def close(self) -> None:
-        """Closes the connections and ends the client's thread. No method may be called afterwards: the call would wait
-        without limit."""
+        """Closes the connections and ends the client's thread; a later search raises RetrievalError. Does nothing if
+        the client is closed."""
+        if self._http.is_closed:
+            return
         self._wait(self._http.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _wait(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        if self._http.is_closed:  # the event loop has ended and would never answer
+            doing.close()
+            raise RetrievalError(f"{self.url}: this client is closed; create another SearchClient")
         return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
 
     async def _ask(self, verb: str, path: str, body: dict[str, Any] | None) -> Any:

@@ -64,6 +64,15 @@ def test_nobody_there() -> None:
     assert f"{url}/retrieve gave no answer in 1 s" in str(caught.value) and "ConnectError" in str(caught.value)
 
 
+def test_a_closed_client_refuses_searches_and_closes_again() -> None:
+    client = SearchClient("http://127.0.0.1:1")
+    client.close()
+    for ask in (lambda: client.search(["x"]), client.health):
+        with pytest.raises(RetrievalError, match="this client is closed"):
+            ask()
+    client.close()
+
+
 def test_one_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()
