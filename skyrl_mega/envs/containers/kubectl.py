@@ -166,7 +166,7 @@ class Kubectl:
         """
         ran = self.client.command(["get", "pod", name, "--output=json"])
         if ran.status != "ok":
-            raise InfrastructureFault(f"the pod {name} is gone: {ran.last_line()}")
+            raise InfrastructureFault(f"the state of the pod {name} cannot be read: {ran.last_line()}")
         try:
             return parse_json(ran.stdout)
         except Malformed as error:

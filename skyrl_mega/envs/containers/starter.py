@@ -48,7 +48,8 @@ class StarterProgram:
         """Waits for the program's first line on standard output and returns the line.
 
         Raises:
-            InfrastructureFault: The program ended without a line, or printed no line in `timeout_s` seconds.
+            InfrastructureFault: The program ended without a line, printed no line in `timeout_s` seconds, or printed
+                `MOST_LINE` bytes without a line break.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -56,7 +57,11 @@ class StarterProgram:
             line, complete, _ = os.pread(self._out.fileno(), MOST_LINE, 0).partition(b"\n")
             if complete:
                 return line.decode(errors="replace").strip()
-            if ended or len(line) == MOST_LINE or time.monotonic() > deadline:
+            if len(line) == MOST_LINE:
+                raise InfrastructureFault(
+                    f"{self.name} printed {MOST_LINE} bytes without a line break{self._last_words()}"
+                )
+            if ended or time.monotonic() > deadline:
                 why = f"ended with exit code {self._process.returncode}" if ended else f"ran for {timeout_s:g} s"
                 raise InfrastructureFault(f"{self.name} {why} without a first line{self._last_words()}")
             time.sleep(PAUSE_S)

@@ -115,8 +115,14 @@ def test_a_container_killed_from_outside_is_a_fault(cluster: Path, box: KubectlC
 
 def test_a_deleted_pod_is_a_fault(box: KubectlContainer) -> None:
     box.remove(20)
-    with pytest.raises(InfrastructureFault, match=r"is gone: .*not found"):
+    with pytest.raises(InfrastructureFault, match=r"cannot be read: .*not found"):
         box.run(["true"], 20)
+
+
+def test_a_cluster_that_does_not_answer_says_nothing_about_a_pod() -> None:
+    silent = Kubectl({"program": "sh", "global_arguments": ["-c", "echo Unable to connect to the server >&2; exit 1"]})
+    with pytest.raises(InfrastructureFault, match="state of the pod box cannot be read: Unable to connect"):
+        silent.pod("box")
 
 
 def test_half_a_reply_is_a_fault(cluster: Path, box: KubectlContainer) -> None:

@@ -79,5 +79,5 @@ def test_a_deleted_pod_is_a_fault(runtime: Kubectl) -> None:
     box = runtime.start("python:3", 60)
     box.remove(20)
     box.remove(20)
-    with pytest.raises(InfrastructureFault, match=r"is gone: .*not found"):
+    with pytest.raises(InfrastructureFault, match=r"cannot be read: .*not found"):
         box.run(["true"], 20)

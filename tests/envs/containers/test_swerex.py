@@ -174,6 +174,11 @@ def test_a_program_without_a_line_is_a_fault(monkeypatch: pytest.MonkeyPatch) ->
         runtime("sleep 99 {image}").start("0", 0.3)
 
 
+def test_a_program_with_an_endless_line_is_a_fault() -> None:
+    with pytest.raises(InfrastructureFault, match="printed 8192 bytes without a line break"):
+        runtime("sh -c 'head -c 9000 /dev/zero; cat' {image}").start("0", 30)
+
+
 def test_a_starter_that_stays_is_killed(start: Start) -> None:
     container = start("stays")
     starter: StarterProgram = container._starter
