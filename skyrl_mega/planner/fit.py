@@ -249,8 +249,8 @@ def check_sync(config: Config, seconds: float) -> None:
     """
     if seconds > config.weights.timeout_s:
         raise UserError(
-            f"the planned sync takes {seconds:.3g} s at least over links of cluster.topology; "
-            f"give {2 * seconds:.2g} or more",
+            f"the planned sync takes {seconds:.1f} s at least over links of cluster.topology; "
+            f"give {ceil(2 * seconds)} or more",
             key="weights.timeout_s",
             value=f"{config.weights.timeout_s:g}",
         )

@@ -129,7 +129,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     (
         "a sync that cannot end in time",
         "weights.timeout_s=1 cluster.topology.nic_gb_s=2",
-        ["weights.timeout_s = 1", "give 7.6 or more"],
+        ["weights.timeout_s = 1", "the planned sync takes 3.8 s", "give 8 or more"],
     ),
     # ---- sequences
     ("longer than the model", "rollout.max_prompt_tokens=60000", ["40960", "rollout.max_prompt_tokens=30000"]),
@@ -181,7 +181,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
 
 ALONE = (
     "--suggest searches further",
-    "give 7.6 or more",
+    "give 8 or more",
     "give cluster.nodes=3",
     "or give algorithm.advantage=reinforce",
     "did you mean policy.optimizer.beta",
