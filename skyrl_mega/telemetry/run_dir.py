@@ -170,7 +170,7 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     Args:
         folder: The folder.
         key: Beginning of the error: the setting with the folder.
-        fix: End of the error: the remedy.
+        fix: Remedy if another run is using the folder.
 
     Raises:
         UserError: Another run is using the folder, or `.lock` cannot be opened.
@@ -179,7 +179,11 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     try:
         opened = (folder / ".lock").open("a+", errors="replace")
     except OSError as error:
-        raise UserError(f"{folder / '.lock'} cannot be opened: {error.strerror}", key=key, fix=fix) from error
+        raise UserError(
+            f"{folder / '.lock'} cannot be opened: {error.strerror}",
+            key=key,
+            fix="make it a file that you may write to, or give another folder",
+        ) from error
     with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

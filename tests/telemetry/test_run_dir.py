@@ -152,8 +152,10 @@ def test_what_should_be_a_file_is_something_else(tmp_path: Path, name: str) -> N
         place.touch()
     else:
         place.mkdir()
-    with pytest.raises(UserError, match=rf"^run\.\w+ = .*{name}.*(cannot be|by hand)"), run_folder(config(tmp_path)):
+    wrong = rf"^run\.\w+ = .*{name}.*(cannot be|by hand)"
+    with pytest.raises(UserError, match=wrong) as caught, run_folder(config(tmp_path)):
         pass
+    assert "end that one" not in str(caught.value), "no other run is there"
 
 
 def test_checkpoints_that_are_no_folder(tmp_path: Path) -> None:
