@@ -15,7 +15,7 @@ class MultiplyEnv(BaseTextEnv):
     """Reward 1 for the right product in the first `\\boxed{…}`, else 0; less in later turns with `discount` below 1.
 
     With `max_turns` above 1, the policy is told about a wrong answer and may retry, until the answer is right or the
-    turns are used.
+    turns are used. The right product in turn t then earns `discount` ** (t - 1).
     """
 
     blocking: ClassVar[bool] = False

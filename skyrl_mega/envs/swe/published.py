@@ -180,8 +180,12 @@ def _from_hub(name: str, split: str) -> list[Path]:
         names = [n for n in HfApi().list_repo_files(name, repo_type="dataset") if n.endswith(".parquet")]
         chosen = [n for n in names if re.match(rf"(.*/)?{re.escape(split)}[-.]", n)]
         if not chosen:
+            splits = sorted({re.split("[-.]", Path(n).name)[0] for n in names})
             raise UserError(
-                f"{name} has no file of the split; it has {', '.join(names)}", key="--hub-split", value=split
+                f"{name} has no parquet file of this split; its splits: {', '.join(splits) or 'none'}",
+                key="--hub-split",
+                value=split,
+                fix="give one of its splits, or download the data set and give a file with --source",
             )
         return [Path(hf_hub_download(name, file, repo_type="dataset")) for file in chosen]
     except UserError:

@@ -40,7 +40,8 @@ class ToolChoiceEnv(ToolEnv):
             self.tools = _tools(self.extras)
             self.expected = _calls(self.ground_truth)
         except (Malformed, ValueError) as error:
-            raise UserError(f"environment tool_choice cannot use a row: {error}") from error
+            wrong = self.wrong_row(self.extras, self.options) or f"column reward_spec.ground_truth: {error}"
+            raise UserError(f"environment tool_choice cannot use a row: {wrong}") from error
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.containers.registry import RUNTIMES
+from skyrl_mega.envs.swe import published
 from skyrl_mega.envs.swe.published import FORGET_FUTURE, changed_paths
 from skyrl_mega.envs.swe.task import read_task
 from tests.envs.swe.folder_runtime import PATH
@@ -74,6 +75,16 @@ def test_rows_of_swe_bench(tmp_path: Path) -> None:
     ]
     assert row["data_source"] == "swe-bench" and len(row["extra_info"]["PASS_TO_PASS"]) == 2
     assert "<submit/>" in row["prompt"][0]["content"] and row["reward_spec"]["ground_truth"].endswith("test_b.py")
+
+
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [(["data/train-00000-of-00001.parquet", "dev.parquet", "README.md"], "its splits: dev, train;"), ([], "none;")],
+)
+def test_a_split_that_is_not_on_the_hub(files: list[str], splits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, name, repo_type: files)
+    with pytest.raises(UserError, match=f"^--hub-split test: a/b has no parquet file of this split; .*{splits}"):
+        published._from_hub("a/b", "test")
 
 
 def test_rows_of_the_other_sets(tmp_path: Path) -> None:

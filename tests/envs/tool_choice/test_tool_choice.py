@@ -95,8 +95,11 @@ def test_wrong_rows_are_refused() -> None:
         assert "extra_info.tools" in str(ToolChoiceEnv.wrong_row({**row, "extra_info": info}, {}))
     for wrong in ("{}", "no json", '[{"name": "bash"}]', '[{"name": 1, "arguments": {}}]', json.dumps([LOOK] * 17)):
         assert ToolChoiceEnv.wrong_ground_truth(wrong)
-    with pytest.raises(UserError, match="tool_choice"):
+    with pytest.raises(UserError, match=r"tool_choice cannot use a row: column extra_info\.tools: it is missing"):
         ToolChoiceEnv({}, {**row, "extra_info": {}})
+    for spec in ({"ground_truth": "{}"}, {}):
+        with pytest.raises(UserError, match=r"tool_choice cannot use a row: column reward_spec\.ground_truth\b.*not a"):
+            ToolChoiceEnv({}, {**row, "reward_spec": spec})
 
 
 def record(action: dict[str, Any]) -> dict[str, Any]:
