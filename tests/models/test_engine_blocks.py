@@ -64,6 +64,12 @@ def test_what_a_worker_has_that_is_no_multiple_of_a_block(model: Decoder, cut: E
     assert engine.cut_blocks(model, cut, online=True) == lacking
 
 
+def test_a_single_expert_of_a_worker_is_a_number() -> None:
+    experts = list(MOE.layer(0))[-1]
+    rows = [experts.engine_row(EngineCut(n, expert_parallel=True), 3)["experts"] for n in (64, 128)]
+    assert rows == ["6-7", "3"]
+
+
 def test_sizes_without_a_cut_through_blocks_are_ones_that_vllm_takes() -> None:
     assert engine.whole_sizes(MOE, EngineCut(8), online=True) == [1, 2], "3 and 6 do not divide the heads"
     assert engine.whole_sizes(SMOL, EngineCut(1), online=True) == []

@@ -318,7 +318,8 @@ class Experts(Block):
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         if cut.expert_parallel:
             held, _ = self._worker_part(cut, worker)
-            return {"experts": f"{held.start}-{held.stop - 1}", "columns": share(self.width, 1, 0)}
+            experts = f"{held.start}-{held.stop - 1}" if len(held) > 1 else str(held.start)
+            return {"experts": experts, "columns": share(self.width, 1, 0)}
         return {"experts": share(self.count, 1, 0), "columns": share(self.width, cut.workers, worker)}
 
     def _worker_part(self, cut: EngineCut, worker: int) -> tuple[range, range]:
