@@ -92,7 +92,8 @@ class SupervisedGroup:
                 if starting.done():
                     self._finish_restart(rank, starting.exception())
             if not self.ranks(*ALIVE):
-                raise self.last_failure or ActorFailed(self.group.name, None, "service", "all actors were removed")
+                why = f"every {self.group.name} has left the group; resume the run to start new actors"
+                raise self.last_failure or ActorFailed(self.group.name, None, "service", why)
             return {rank: self.group.actors[rank] for rank in self.up}
 
     def _finish_restart(self, rank: int, error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,7 +19,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.cluster.group import ActorGroup, ActorSpec
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.cluster.supervised_group import State
+from skyrl_mega.cluster.supervised_group import State, SupervisedGroup
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.telemetry.events import Event
 
@@ -111,6 +112,14 @@ def back(fleet: Fleet, rank: int, seconds: float = 180) -> None:
     while rank not in fleet.ensure_running():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_group_that_all_actors_have_left_says_what_to_do() -> None:
+    group = SupervisedGroup(MagicMock(), restarts=0, start_timeout_s=1)
+    group.group.name = "engine"
+    group.states = [State.GONE]
+    with pytest.raises(ActorFailed, match="every engine has left the group; resume the run"):
+        group.running()
 
 
 def test_nobody_is_asked_before_being_brought_up_to_date(fleet: Fleet) -> None:

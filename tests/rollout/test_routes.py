@@ -169,6 +169,26 @@ def test_a_prefix_that_another_request_writes_in_the_same_step_is_known(names: t
         assert check(recorder.take(name), prompt).tolist() == routes_of(prompt).tolist()
 
 
+@pytest.mark.parametrize(
+    ("layers", "kinds", "why"),
+    [
+        ([0, 1], [int, int], r"vLLM has experts in layers \[0, 1\], but config\.json in \[0, 2\]"),
+        ([0, 2], [int, str], r"vLLM's expert routers in layers \[2\] cannot be captured"),
+    ],
+)
+def test_routers_that_cannot_be_captured(
+    layers: list[int], kinds: list[type], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.layer.MoERunner", SimpleNamespace)
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter", int)
+    blocks = [SimpleNamespace(layer_id=layer, router=kind()) for layer, kind in zip(layers, kinds, strict=True)]
+    recorder = object.__new__(RouteRecorder)
+    recorder.shape = SHAPE
+    recorder.runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: blocks))
+    with pytest.raises(WrongRoutes, match=rf"recorded: {why}; give policy\.moe\.replay=off"):
+        recorder._install_capture()
+
+
 def test_planted_faults_of_an_engine_are_refused() -> None:
     tokens = [1, 2, 3, 4, 5]
     lost = read(tokens)

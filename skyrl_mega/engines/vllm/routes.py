@@ -123,11 +123,13 @@ class RouteRecorder:
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
         routers = {m.layer_id: m.router for m in self.runner.model.modules() if isinstance(m, MoERunner)}
-        if sorted(routers) != list(self.shape.layers) or not all(isinstance(r, BaseRouter) for r in routers.values()):
-            raise WrongRoutes(
-                "expert routes cannot be recorded (give policy.moe.replay=off): vLLM has expert routers in layers "
-                f"{sorted(routers)}, config.json has experts in layers {list(self.shape.layers)}"
-            )
+        layers, why = list(self.shape.layers), ""
+        if sorted(routers) != layers:
+            why = f"vLLM has experts in layers {sorted(routers)}, but config.json in {layers}"
+        elif other := [layer for layer in layers if not isinstance(routers[layer], BaseRouter)]:
+            why = f"vLLM's expert routers in layers {other} cannot be captured"
+        if why:
+            raise WrongRoutes(f"no expert routes can be recorded: {why}; give policy.moe.replay=off")
         for place, layer in enumerate(self.shape.layers):
             routers[layer].set_capture_fn(partial(self._capture, place))
 
