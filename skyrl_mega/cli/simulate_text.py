@@ -154,7 +154,7 @@ def text(c: Comparison) -> str:
         lines += ["", "splits of these GPUs into policy and engines: impossible, as none fits:", f"  {why}"]
     if c.engine_sizes:
         lines += ["", "engines, on the GPUs that the best split leaves them:", *table(c.engine_sizes)]
-    lines += ["", LEGEND, *_environment_notes(c), _advice(c), *_limits(c)]
+    lines += ["", LEGEND, *_notes(c), _advice(c), *_limits(c)]
     return "\n".join(lines)
 
 
@@ -198,6 +198,21 @@ def _seconds(seconds: float) -> str:
 
 def _gain(than: SimulatedRow, row: SimulatedRow) -> str:
     return f"{than.outcome.seconds / row.outcome.seconds:.2f} times as fast"
+
+
+def dynamic_sampling_notes(config: Config) -> list[str]:
+    """Returns the note that simulations leave out dynamic sampling; [] without dynamic sampling."""
+    if not config.algorithm.dynamic_sampling.enabled:
+        return []
+    return [
+        "algorithm.dynamic_sampling.enabled=true is not simulated: every simulated step draws data.prompts_per_step "
+        "prompts once; the seconds of a dry run count all rounds"
+    ]
+
+
+def _notes(c: Comparison) -> list[str]:
+    """Returns the notes on what is not simulated, and on environments that may limit the step time."""
+    return [*dynamic_sampling_notes(c.config), *_environment_notes(c)]
 
 
 def _environment_notes(c: Comparison) -> list[str]:
@@ -274,7 +289,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "no_split": c.no_split,
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
         "advice": None if c.environments_bound else as_arguments(c.best.choice.change) or None,
-        "notes": _environment_notes(c),
+        "notes": _notes(c),
         "trajectories": c.trajectories,
         "workload": {**c.length._asdict(), "environment_s": c.environment_s},
     }

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from skyrl_mega.cli.dry_run_text import shape
+from skyrl_mega.cli.simulate_text import dynamic_sampling_notes
 from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.suggest_simulated import Simulated
 from skyrl_mega.common.tables import aligned
@@ -86,7 +87,7 @@ def text(report: Report) -> str:
         f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
         *_legend(report.rows),
         *_error_lines(report.rows.bar),
-        *_simulated_lines(report.simulated),
+        *_simulated_lines(report),
         *([] if search.complete else [cut_text(search)]),
         *(f"note: {note}" for note in notes(report.config, choices)),
         "",
@@ -295,8 +296,9 @@ def _numbered(rows: Rows) -> list[tuple[str, Row]]:
     return given + [(str(number), row) for number, row in enumerate(rows.choices, start=1)]
 
 
-def _simulated_lines(simulated: Simulated | None) -> list[str]:
-    """Returns the lines on simulated rows: a table, the change of the fastest asynchronous row, and a note."""
+def _simulated_lines(report: Report) -> list[str]:
+    """Returns the lines on simulated rows: a table, the change of the fastest asynchronous row, and notes."""
+    simulated = report.simulated
     if simulated is None:
         return []
     note = [f"note: {simulated.note}"] if simulated.note else []
@@ -306,6 +308,7 @@ def _simulated_lines(simulated: Simulated | None) -> list[str]:
         "simulated as by --simulate, synchronous rows beside asynchrony.mode with max_staleness in the best split:",
         *_table(simulated.rows, dict(simulated.rows).get("0")),
         f"for the fastest asynchronous row add to {simulated.base}: {as_arguments(simulated.change)}",
+        *(f"note: {each}" for each in dynamic_sampling_notes(report.config)),
         *note,
     ]
 

@@ -25,7 +25,7 @@ SHORT = 0.5
 """Lengths of the short column, as a share of the mean column's."""
 FORMULAS = 1.2
 """Uncertainty of the formulas with exact rates: assumed. Dry run and simulation of the same trajectories differed by up
-to 17 % (searchr1_30b, dapo)."""
+to 19 % (searchr1_30b, swe_30b, dapo, and DAPO of a dense model of 32B)."""
 SIGNAL = (0.25, 1.0)
 """Ends of the interval of an assumed share of groups with a signal."""
 SHOWN = 1.02

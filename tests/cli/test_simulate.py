@@ -34,6 +34,14 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return result
 
 
+def test_a_note_says_that_dynamic_sampling_is_not_simulated() -> None:
+    config = compose(FILE, SMALL)
+    assert simulate_text.dynamic_sampling_notes(config) == []
+    config.algorithm.dynamic_sampling.enabled = True
+    [note] = simulate_text.dynamic_sampling_notes(config)
+    assert note.startswith("algorithm.dynamic_sampling.enabled=true is not simulated") and "dry run" in note
+
+
 def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     result = simulated(capsys, "--turns", "2", "--environment", "30,1")
     modes = [(row["mode"], row["max_staleness"], row["shared"]) for row in result["modes"]]
