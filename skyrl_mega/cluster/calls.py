@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, NodeGone
+from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, NodeGone, cause_of, describe
 from skyrl_mega.common.errors import UserError
 
 SETTLE_S = 2.0
@@ -141,33 +141,3 @@ def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | 
     if outcomes.failures or outcomes.silent:
         outcomes.raise_first()
     return [outcomes.answers[call] for call in calls]
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Returns the exception that an actor's method raised, taken out of Ray's wrapper. Any other error, such as the
-    death of an actor, is returned itself."""
-    import ray
-
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-    return error if cause is None else cause
-
-
-def describe(error: BaseException) -> str:
-    """Returns a single line about an error: class name and first line of its text. For an error from an actor, these
-    are of the exception raised there; for a dead actor the line says if its node or its process died."""
-    import ray
-
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
-    if isinstance(error, ray.exceptions.ActorUnschedulableError):
-        return "its node died"
-    if isinstance(error, ray.exceptions.RayActorError):
-        if "node has died" in str(error):  # Ray has no exception class for this
-            return "its node died"
-        return "its process died (killed, out of memory, or crashed)"
-    return f"{type(error).__name__}: {_line(str(error))}"
-
-
-def _line(text: str) -> str:
-    return next((line.strip() for line in text.strip().splitlines() if line.strip()), "no message")

@@ -1,4 +1,4 @@
-"""Faults of a run, each with its root cause in one line and its facts as fields."""
+"""Faults of a run, each with its root cause in one line and its facts as fields; the cause of an error from Ray."""
 
 from __future__ import annotations
 
@@ -89,6 +89,37 @@ class ActorTimeout(ActorFailed):
         super().__init__(*silent[0], method, f"no answer within {seconds:g} s from {names}")
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the exception that an actor's method raised, taken out of Ray's wrapper. Any other error, such as the
+    death of an actor, is returned itself."""
+    import ray
+
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+    return error if cause is None else cause
+
+
+def describe(error: BaseException | str) -> str:
+    """Returns a single line about an error: class name and first line of its text. For an error from an actor, these
+    are of the exception raised there; for a dead actor the line says if its node or its process died. An ActorFailed
+    gives its method and cause, and a text is returned unchanged."""
+    import ray
+
+    if isinstance(error, str):
+        return error
+    if isinstance(error, ActorFailed):
+        return f"{error.method}: {error.cause}"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
+    if isinstance(error, ray.exceptions.ActorUnschedulableError):
+        return "its node died"
+    if isinstance(error, ray.exceptions.RayActorError):
+        if "node has died" in str(error):  # Ray has no exception class for this
+            return "its node died"
+        return "its process died (killed, out of memory, or crashed)"
+    return f"{type(error).__name__}: {_line(str(error))}"
+
+
 def fault_event(error: BaseException, text: str = "") -> Event:
     """Returns the event `fault` of an error that ends or restarts a run, with the facts of a `Fault`.
 
@@ -98,6 +129,10 @@ def fault_event(error: BaseException, text: str = "") -> Event:
     """
     facts = error.facts if isinstance(error, Fault) else {}
     return Event("fault", text or f"fault: {error}", error=type(error).__name__, **facts)
+
+
+def _line(text: str) -> str:
+    return next((line.strip() for line in text.strip().splitlines() if line.strip()), "no message")
 
 
 def _restore(kind: type[Fault], text: str, fields: Mapping[str, Any]) -> Fault:

@@ -22,8 +22,8 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from skyrl_mega.cluster.calls import PendingCall, describe, gather, settle
-from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeGone
+from skyrl_mega.cluster.calls import PendingCall, gather, settle
+from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeGone, describe
 from skyrl_mega.cluster.group import ActorGroup, ActorSpec, end_processes
 from skyrl_mega.cluster.supervised_group import ALIVE, State, SupervisedGroup
 from skyrl_mega.common.errors import UserError
@@ -293,23 +293,23 @@ class Fleet(SupervisedGroup):
             self._current = {*ranks} & {*self.up}
             self._served |= self._current
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         """Takes a running actor out of service, ends its processes and starts a replacement in the background, without
         waiting; prints the failure. Does nothing if the actor does not run. An actor that joined during the run leaves
         instead (`leave`) if it never served, or the joined actors' budget is used up.
 
         Args:
             rank: The actor's rank.
-            cause: Description of the failure, for messages.
+            error: The failure, or a text about the failure.
 
         Raises:
             ActorFailed: The restart budget is used up, now or at an earlier failure of this actor.
         """
         with self._lock:
             if rank in self.joined and self.states[rank] is State.UP and not self._may_restart(rank):
-                self.leave(rank, cause, 0.0)
+                self.leave(rank, describe(error), 0.0)
                 return
-            super().retire(rank, cause)
+            super().retire(rank, error)
         if self.states[rank] is State.GIVEN_UP:
             assert self.last_failure is not None
             raise self.last_failure

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import Any
 
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, describe
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.telemetry.events import Event
 
@@ -100,24 +100,24 @@ class SupervisedGroup:
         del self._starting[rank]
         self.states[rank] = State.UP
         if error is not None:
-            self.retire(rank, str(error))
+            self.retire(rank, error)
             return
         name = f"{self.group.name}-{rank}"
         self.say(Event("actor_back", f"{name} restarted{self.back_note}", actor=name, rank=rank))
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         """Takes a running actor out of service, ends its processes and starts a replacement in the background; prints
         the failure. Without a restart left, gives the rank up: the processes end, and nothing is started. Does nothing
         if the rank is not UP.
 
         Args:
             rank: The actor's rank.
-            cause: Description of the failure, for the message.
+            error: The failure, or a text about the failure.
         """
         with self._lock:
             if self.states[rank] is not State.UP:
                 return
-            failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
+            failure = ActorFailed(self.group.name, rank, "service", describe(error), log=self.group.logs[rank])
             self.last_failure, restart = failure, self._spend(rank)
             self.states[rank] = State.STARTING if restart else State.GIVEN_UP
             if self._closed:

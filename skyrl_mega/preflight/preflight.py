@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.calls import describe
-from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.errors import ClusterError, describe
 from skyrl_mega.cluster.nodes import missing_kind, worker_nodes
 from skyrl_mega.config.pools import engine_cluster, label_of, labelled_nodes, total_nodes
 from skyrl_mega.config.schema import Config

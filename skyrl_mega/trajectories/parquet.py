@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.calls import cause_of
-from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.errors import ClusterError, cause_of
 from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.common.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt

@@ -8,8 +8,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skyrl_mega.cluster.calls import describe
-from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.errors import ClusterError, describe
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.trajectories.sequences import Sequences

@@ -15,7 +15,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.actor_process import Location
-from skyrl_mega.cluster.calls import Outcomes, PendingCall, cause_of, describe, gather, settle
+from skyrl_mega.cluster.calls import Outcomes, PendingCall, gather, settle
+from skyrl_mega.cluster.errors import cause_of, describe
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, differences, plan_placement

@@ -193,8 +193,9 @@ def test_one_that_cannot_start_uses_up_the_restarts_and_is_the_cause(fleet: Flee
     (tmp_path / "1").touch()
     fleet.serve([0, 1])
     fleet.retire(1, "a reason")
-    with pytest.raises(ActorFailed, match="no memory for 1"):
+    with pytest.raises(ActorFailed) as raised:
         back(fleet, 1)
+    assert raised.value.cause == "start: RuntimeError: no memory for 1", "no sentence about another failure"
 
 
 def test_one_that_fails_in_its_start_is_ended_before_its_room_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def fleet_of(*engines: FakeEngine) -> Any:
         group=SimpleNamespace(actors=list(engines), name="engine"),
         serving=sorted(left),
         facts=dict.fromkeys(left),
-        retire=lambda engine, cause: left.discard(engine),
+        retire=lambda engine, error: left.discard(engine),
         check=check,
     )
 

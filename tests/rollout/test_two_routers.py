@@ -30,7 +30,7 @@ class Fleet:
         self.serving = []
         self.group.actors[0] = None
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         self.serving = []
 
     def check(self) -> None:

@@ -80,6 +80,21 @@ async def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_th
 
 
 @in_virtual_time
+async def test_a_failed_restart_gives_its_own_cause() -> None:
+    with players(1, 1) as (player, group, _, _, lines):
+        playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
+        await asyncio.sleep(0.5)
+        group.starts_fail = 1
+        group.actors[0].die()
+        with pytest.raises(ActorFailed) as raised:
+            await playing
+        assert raised.value.cause == "construct: it did not start"
+        whole = "rollout-0 (rank 0) failed in service: construct: it did not start; its log: rollout-0.log"
+        assert str(raised.value) == whole
+        assert lines[-1].startswith("rollout-0 is out of service: construct: it did not start. ")
+
+
+@in_virtual_time
 async def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
     with players(1, 0) as (player, group, _, _, _):
         playing = asyncio.create_task(player.play(PROMPT, 0, "0"))

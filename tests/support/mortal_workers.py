@@ -15,7 +15,7 @@ from typing import Any
 
 import ray.exceptions
 
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, describe
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
@@ -216,9 +216,9 @@ class Engines:
         self.left: list[int] = []
         self.restarts = 1
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         if not self.restarts:
-            raise ActorFailed("engine", 1, "service", cause)
+            raise ActorFailed("engine", 1, "service", describe(error))
         self.restarts -= 1
         self.serving.remove(rank)
 

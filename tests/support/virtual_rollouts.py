@@ -17,7 +17,7 @@ from typing import Any
 
 import ray.exceptions
 
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, describe
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
@@ -110,11 +110,11 @@ class Engines:
         if not self.up:
             raise NoServingActor("engine", 0, "service", "all are dead")
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         if rank not in self.up:
             return
         if not self.restarts:
-            raise ActorFailed("engine", rank, "service", cause)
+            raise ActorFailed("engine", rank, "service", describe(error))
         self.restarts -= 1
         self.up.discard(rank)
 

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_mega.cluster.calls import cause_of, describe
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, cause_of, describe
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
@@ -103,7 +102,7 @@ class Engines(Protocol):
     def serving(self) -> Sequence[int]:
         """Ranks of engines that accept requests."""
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         """Takes a failed engine out of service and requests a restart, without waiting; does nothing if the engine is
         out of service already.
 
@@ -353,7 +352,7 @@ class Router:
                     self._schedule()
         except ray.exceptions.RayTaskError as error:
             if isinstance(cause_of(error), EngineDied):
-                self._retire(engine, actor, load, batch, describe(error))
+                self._retire(engine, actor, load, batch, error)
                 return
             if isinstance(cause_of(error), NotReady) and self.service:  # in a phase the weights are always current
                 self._postpone(engine, load, batch, began)
@@ -362,7 +361,7 @@ class Router:
             others, group = max(0, len(batch) - 1), self.fleet.group.name
             self._fail(batch, ActorFailed(group, engine, "generate_many", describe(error), others=others))
         except ray.exceptions.RayError as error:
-            self._retire(engine, actor, load, batch, describe(error))
+            self._retire(engine, actor, load, batch, error)
         except TimeoutError:
             self._retire(engine, actor, load, batch, f"generate_many: no sign of life within {silence:g} s")
         finally:
@@ -378,7 +377,7 @@ class Router:
             self.on_refusal(engine)
 
     def _retire(
-        self, engine: int, actor: Any, load: EngineLoad | None, batch: dict[str, QueuedRequest], cause: str
+        self, engine: int, actor: Any, load: EngineLoad | None, batch: dict[str, QueuedRequest], error: Exception | str
     ) -> None:
         """Takes an engine out of service, unless another actor already took the rank. The requests move to other
         engines."""
@@ -387,10 +386,10 @@ class Router:
             return
         self.load.pop(engine, None)
         try:
-            self.fleet.retire(engine, cause)
+            self.fleet.retire(engine, error)
             self.fleet.check()
-        except ActorFailed as error:
-            self._fail_all(batch, error)
+        except ActorFailed as failure:
+            self._fail_all(batch, failure)
             return
         self._requeue(load, batch)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from skyrl_mega.cluster.calls import describe
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, describe
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts

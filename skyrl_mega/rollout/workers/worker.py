@@ -17,8 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from skyrl_mega.cluster.calls import describe
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, describe
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs import registry
@@ -353,12 +352,12 @@ class KnownEngines:
         self.group.actors = [*kept, *engines.actors[len(known) :]]
         self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs
 
-    def retire(self, rank: int, cause: str) -> None:
+    def retire(self, rank: int, error: BaseException | str) -> None:
         """Takes an engine out of service in this session and reports `EngineDead` to the driver, which restarts the
         engine. Does nothing if the engine is out of service already. `cause` describes the failure."""
         if rank in self.serving:
             self.serving.remove(rank)
-            self.report(EngineDead(rank, self.group.actors[rank], cause))
+            self.report(EngineDead(rank, self.group.actors[rank], describe(error)))
 
     def remove(self, ranks: Sequence[int]) -> None:
         """Takes the engines with these ranks, which are leaving the run, out of service in this session. Ranks out of
