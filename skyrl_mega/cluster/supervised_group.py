@@ -93,7 +93,8 @@ class SupervisedGroup:
                     self._finish_restart(rank, starting.exception())
             if not self.ranks(*ALIVE):
                 why = f"every {self.group.name} has left the group; resume the run to start new actors"
-                raise self.last_failure or ActorFailed(self.group.name, None, "service", why)
+                failure = self.last_failure or ActorFailed(self.group.name, None, "service", why)
+                raise failure.with_traceback(None)  # else the frames of all callers would add up
             return {rank: self.group.actors[rank] for rank in self.up}
 
     def _finish_restart(self, rank: int, error: BaseException | None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Self, TypeVar
 
-from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.config.containers import environment_slots
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -221,9 +220,6 @@ class Generator:
         playing = [asyncio.create_task(counted(each)) for each in waiting]
         try:
             return [t for trajectories in await self._watched(asyncio.gather(*playing)) for t in trajectories]
-        except ActorFailed as error:
-            # Every waiting task raised it: the frames of all of them would fill pages.
-            raise error.with_traceback(None) from error.__cause__
         finally:
             await cancel_all(playing)
             router.close()

@@ -168,8 +168,7 @@ class RolloutService:
         try:
             await asyncio.gather(*playing)
         except ActorFailed as error:
-            # Every waiting task raised it: the frames of all of them would fill pages.
-            self._tell(error.with_traceback(None))
+            self._tell(error)
         except BaseException as error:
             self._tell(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
@@ -92,6 +93,26 @@ async def test_a_failed_restart_gives_its_own_cause() -> None:
         whole = "rollout-0 (rank 0) failed in service: construct: it did not start; its log: rollout-0.log"
         assert str(raised.value) == whole
         assert lines[-1].startswith("rollout-0 is out of service: construct: it did not start. ")
+
+
+@pytest.mark.parametrize("defect", [False, True], ids=["given up", "a defect"])
+@in_virtual_time
+async def test_an_error_of_many_trajectories_has_the_frames_of_one(
+    defect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with players(1, 0) as (player, group, _, _, _):
+        if defect:
+            monkeypatch.setattr(player, "_handle", lambda link, event: 1 / 0)
+        playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(50)]
+        await asyncio.sleep(0.5)
+        if not defect:
+            group.actors[0].die()
+        outcomes = await asyncio.gather(*playing, return_exceptions=True)
+        outcomes += await asyncio.gather(*(player.play(PROMPT, i, str(i)) for i in range(50)), return_exceptions=True)
+        assert len(outcomes) == 100
+        for outcome in outcomes:
+            assert isinstance(outcome, ActorFailed)
+            assert len(traceback.extract_tb(outcome.__traceback__)) < 20
 
 
 @in_virtual_time

@@ -234,7 +234,7 @@ class WorkerClient:
             if not self.service:
                 self.engines.check()
             await asyncio.sleep(LOOK_EVERY_S)
-        raise self._error
+        raise self._error.with_traceback(None)  # else the frames of all trajectories would add up
 
     def _engines(self) -> EngineView:
         fleet = self.engines
