@@ -99,8 +99,8 @@ def request_of(owner: int, listing: Sequence[str], removal: Sequence[str], start
         owner: Process id of the owner.
         listing: Command that prints the names of the owner's containers.
         removal: Command that removes the containers named in further arguments.
-        starting: Argument on the command line of client programs that start containers; "" for none. The reaper does
-            not end while such a program runs. In every case the reaper waits `QUIET_S` seconds for further containers.
+        starting: Argument on the command line of client programs that start containers; "" for none. The reaper waits
+            while such a program runs, and then `QUIET_S` seconds for further containers, at most `LONGEST_S` seconds.
     """
     return json.dumps({"owner": owner, "list": list(listing), "remove": list(removal), "starting": starting})
 

@@ -53,6 +53,11 @@ MAX_COLUMN_ORDERS = 1000
 Row = tuple[Any, ...]
 
 
+DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+"""Errors of SQLite about the file, which no query causes. Errors of input and output are missing here: a query that
+sorts may need a temporary file."""
+
+
 @dataclass(frozen=True)
 class Result:
     """Result of a successful query, with all rows."""
@@ -76,7 +81,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
         try:
             result = run(request, sql)
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             print(json.dumps({"unopened": str(error)}), flush=True)
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -152,7 +157,7 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
         sql: The query.
 
     Raises:
-        sqlite3.OperationalError: The file cannot be opened.
+        sqlite3.DatabaseError: The file cannot be opened, is no database, or is damaged.
     """
     connection = connect(request["database"], request["seconds"])
     try:
@@ -166,6 +171,8 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
         timed_out = str(error) == "interrupted"
         return f"timeout: it ran longer than {request['seconds']:g} s" if timed_out else str(error)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        if getattr(error, "sqlite_errorcode", None) in DAMAGED:
+            raise
         return str(error)
     except MemoryError:
         return "it needs more memory than a query may have"

@@ -138,6 +138,15 @@ def test_a_lost_database_is_no_mistake_of_the_policy(databases: Path, tmp_path: 
         game.step(f"<think>x</think><{tag}>SELECT name FROM pet WHERE id = 1</{tag}>")
 
 
+@pytest.mark.parametrize(("kept", "why"), [(0, "file is not a database"), (4096, "database disk image is malformed")])
+def test_a_damaged_database_is_no_mistake_of_the_policy(databases: Path, tmp_path: Path, kept: int, why: str) -> None:
+    shutil.copytree(databases, tmp_path, dirs_exist_ok=True)
+    game, file = env(tmp_path), tmp_path / "pets" / "pets.sqlite"
+    file.write_bytes((file.read_bytes()[:kept] + b"damaged " * 4096)[: file.stat().st_size])
+    with pytest.raises(InfrastructureFault, match=why):
+        game.step("<think>x</think><solution>SELECT name FROM pet WHERE id = 1</solution>")
+
+
 def test_turns_that_run_out_are_a_broken_format(databases: Path) -> None:
     game = env(databases, turns=2)
     answered(game, "SELECT 1")
