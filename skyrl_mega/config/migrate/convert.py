@@ -19,6 +19,8 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 MODELS = "${oc.env:SKYRL_MEGA_MODELS,models}"
 """Folder of the models, as in `configs/model/`."""
+SKYRL_LENGTH = ("generator.max_input_length", "generator.sampling_params.max_generate_length")
+"""SkyRL's limits whose sum was the default of `trainer.algorithm.max_seq_len`; a run of today's SkyRL must give it."""
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 Settings = dict[str, Any]
 Result = tuple[Settings, str]
@@ -453,12 +455,16 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
     value and `here`. `state` is the translation so far.
 
     The divisor is the value of the other program's key `argument`. Without such a value, or with None as `argument`,
-    the divisor is our maximum response length of all turns.
+    the divisor is our maximum response length of all turns; for SkyRL the sum of its limits of input and answer, as in
+    the versions that had a default.
 
     Raises:
         Dropped: The divisor is not a number.
     """
-    length = (state.theirs(argument) if argument else None) or _response_limit(state)
+    length = state.theirs(argument) if argument else None
+    if not length and state.program == "SkyRL":
+        length = sum(_numeric(state.theirs(key)) for key in SKYRL_LENGTH)
+    length = length or _response_limit(state)
     ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(_numeric(length))}
     return ours, f"the sum over a sequence divided by {length:,}"
 

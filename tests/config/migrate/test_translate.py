@@ -145,14 +145,16 @@ def test_a_divisor_that_is_no_number_is_dropped() -> None:
     assert "algorithm.loss_mean_length" not in migration.settings
 
 
-def test_a_missing_divisor_is_the_limit_of_all_turns() -> None:
-    """Takes SkyRL's, which has no default; verl and TRL state the limit of all turns themselves."""
+def test_a_missing_divisor_of_skyrl_is_the_sum_of_its_limits() -> None:
+    """Takes SkyRL's former default; today's SkyRL has none. verl and TRL state the limit of all turns themselves."""
     words = (
         "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
         "generator.max_turns=3",
         "generator.sampling_params.max_generate_length=500",
     )
-    assert migrated("SkyRL", *words).settings["algorithm.loss_mean_length"] == 3 * 500
+    assert migrated("SkyRL", *words).settings["algorithm.loss_mean_length"] == 512 + 500
+    for longer in ((*words, "generator.max_input_length=4096"), ("generator.max_input_length=4096", *words)):
+        assert migrated("SkyRL", *longer).settings["algorithm.loss_mean_length"] == 4096 + 500
     given = migrated("SkyRL", *words, "trainer.algorithm.max_seq_len=4096")
     assert given.settings["algorithm.loss_mean_length"] == 4096
 
