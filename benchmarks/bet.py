@@ -161,7 +161,7 @@ class Bet:
         config, _ = rates.with_measured(micro_tokens.with_micro_tokens(config, hf))
         played = workload.workload_of(config, options(like))
         planned = Rates.planned(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], played.length)
-        planned = Rates(planned.engines, planned.speed, planned.train_s, sync)
+        planned = Rates(planned.engines, planned.speed, planned.train_s, sync, planned.other_s)
         return simulate(config, planned, played, steps=SIMULATED_STEPS).seconds
 
 
@@ -241,7 +241,7 @@ def compared(
         values = bet.dry_run(settings, runs[-1], given)
         seconds, (low, high) = values["seconds"], values["time"]["run"]["factors"]
         if not changes:
-            simulated = bet.simulated(settings, runs[-1], given, seconds["sync"] + seconds["other"])
+            simulated = bet.simulated(settings, runs[-1], given, seconds["sync"])
             result |= {"dry_run_s": {phase: seconds[phase] for phase in PHASES}, "simulated_s": {"step": simulated}}
             result["dry_run_s"]["generate"] += seconds["tools"]
         real = bet.run(name, settings)

@@ -15,7 +15,7 @@ SHARES = {"evaluation": "evaluation, its share", "checkpoint": "checkpoint, its 
 OPTIONAL = ("tools", "critic", "residency", "other", *SHARES)
 """Rows left out if they are 0 in every column."""
 DIGITS = 4
-"""Digits shown of a rate."""
+"""Digits shown of a rate that is no whole number."""
 HOURS = 2.0
 """Days below this number of hours are shown as hours."""
 
@@ -141,6 +141,6 @@ def _rates(time: Values) -> list[str]:
     rows = [("cluster.", "value", "within", "source")]
     for rate in time["rates"]:
         within = "exact" if rate["factor"] == 1 else f"×{rate['factor']:g}"
-        value = float(f"{rate['value']:.{DIGITS}g}")
-        rows.append((rate["key"].removeprefix("cluster."), f"{value:,g}", within, rate["source"]))
+        value = rate["value"] if rate["value"] == round(rate["value"]) else float(f"{rate['value']:.{DIGITS}g}")
+        rows.append((rate["key"].removeprefix("cluster."), f"{value:,.12g}", within, rate["source"]))
     return ["rates", *aligned(rows, ragged=True)]

@@ -75,7 +75,7 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
 def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     seconds, batch, engines = v["seconds"], v["batch"], v["engines"]
     written = batch["sequences"] * batch["generated"]
-    phases = ("logprobs", "train", "sync", "residency", "step")
+    phases = ("logprobs", "train", "sync", "residency", "other", "step")
     metrics = {
         "time/generate": seconds["generate"] + seconds["tools"] - seconds["ahead"],  # only the time the policy waits
         **{f"time/{phase}": seconds[phase] for phase in phases},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
+from skyrl_mega.config.pools import gpus_by_kind
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
@@ -54,8 +55,8 @@ class Row:
 
     @property
     def gpu_hours(self) -> float:
-        """Estimated GPU-hours of a step."""
-        return self.seconds * self.gpus / 3600
+        """Estimated GPU-hours of a step, on all GPUs of all nodes, a pool's included."""
+        return self.seconds * sum(gpus_by_kind(self.suggestion.config).values()) / 3600
 
     @property
     def gpus(self) -> int:
@@ -122,7 +123,8 @@ def rows(
 
 
 def step_error_bar(suggestion: Suggestion, decoder: Decoder, used: Sequence[Rate]) -> ErrorBar:
-    """Returns the error bar of a suggestion's seconds of a step, from the rates and the assumed lengths. Raises
+    """Returns the error bar of a suggestion's seconds of a step, from the rates, the assumed lengths, and with dynamic
+    sampling the assumed share of groups with a signal. Raises
     UserError if the files of a draft model or head (`rollout.drafts`) cannot be used.
 
     Args:
@@ -137,7 +139,8 @@ def step_error_bar(suggestion: Suggestion, decoder: Decoder, used: Sequence[Rate
     def seconds(config: Config, trajectories: Trajectories) -> float:
         return step_time(config, decoder, parallel, trajectories=trajectories).step
 
-    return error_bar(seconds, config, mean, used, [lengths["short"], lengths["limit"]])
+    dynamic = config.algorithm.dynamic_sampling.enabled
+    return error_bar(seconds, config, mean, used, [lengths["short"], lengths["limit"]], signal=dynamic)
 
 
 def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: Decoder) -> list[Row]:

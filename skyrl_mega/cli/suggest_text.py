@@ -252,7 +252,7 @@ def values(report: Report) -> dict[str, Any]:
             {"index": search.suggestions.index(row.suggestion), **_row_values(row, rows.given)} for row in rows.choices
         ],
         "factors": None if rows.bar is None else (rows.bar.low, rows.bar.high),
-        "simulated": None if report.simulated is None else _simulated_values(report.simulated),
+        "simulated": None if report.simulated is None else _simulated_values(report.simulated, report.config),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             | ({"room": memory_warning(s, decoder)} if i < SHOWN else {})
@@ -261,13 +261,14 @@ def values(report: Report) -> dict[str, Any]:
     }
 
 
-def _simulated_values(simulated: Simulated) -> dict[str, Any]:
+def _simulated_values(simulated: Simulated, config: Config) -> dict[str, Any]:
     given = dict(simulated.rows).get("0")
     return {
         "rows": [{"label": label, **_row_values(row, given)} for label, row in simulated.rows],
         "base": simulated.base,
         "settings": as_arguments(simulated.change) or None,
         "note": simulated.note,
+        "notes": dynamic_sampling_notes(config),
     }
 
 
@@ -347,7 +348,7 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         f"{row.host / GIB:,.0f}",
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
         "–" if saved is None else f"{saved:.0%}",
-        f"{row.gpu_hours:,.2f}",
+        f"{row.gpu_hours:,.3g}" if row.gpu_hours < 1000 else f"{row.gpu_hours:,.0f}",
     )
 
 

@@ -151,9 +151,9 @@ def step_time(
 
 
 def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
-    """Estimates a step's seconds for policy, critic and weight sync, by `cluster.rates.length_share`. `parallel` is the
-    policy's grid. Raises UserError if the advantage estimator cannot be found, or the critic's layout does not fit its
-    ranks, and ValueError if `policy.micro_tokens` is not decided."""
+    """Estimates a step's seconds for policy, critic, weight sync and driver, by `cluster.rates.length_share`.
+    `parallel` is the policy's grid. Raises UserError if the advantage estimator cannot be found, or the critic's layout
+    does not fit its ranks, and ValueError if `policy.micro_tokens` is not decided."""
     return (
         sum(policy_times(config, decoder, parallel, batch(config, parallel)))
         + critic_time(config, decoder)

@@ -30,8 +30,9 @@ class Rates:
     train_s: float
     """Seconds of all work of policy and driver in a step, per token of the batch."""
     sync_s: float
-    """Seconds of a weight sync, with moves between GPU and host memory (`residency.keep`) and the driver's work besides
-    the phases of a step (`cluster.rates.step_s`)."""
+    """Seconds of a weight sync, including moves between GPU and host memory (`residency.keep`)."""
+    other_s: float = 0.0
+    """Seconds of the driver besides the phases of a step (`cluster.rates.step_s`); engines go on."""
 
     @classmethod
     def planned(cls, config: Config, model: Decoder, parallel: ParallelDims, length: Length) -> Rates:
@@ -65,7 +66,8 @@ class Rates:
             train_s=(sum(policy_times(scaled, model, parallel, step_batch)) + times.critic)
             / (step_batch.sequences * step_batch.mean)
             + config.cluster.rates.trajectory_us * 1e-6 / step_batch.mean,
-            sync_s=times.sync + times.residency + times.other,
+            sync_s=times.sync + times.residency,
+            other_s=times.other,
         )
 
 
@@ -107,7 +109,7 @@ def scale_down(config: Config, rates: Rates) -> tuple[Config, Rates]:
     )
     return (
         replace(config, data=replace(data, prompts_per_step=prompts)),
-        Rates(rates.engines // merged, speed, rates.train_s * factor, rates.sync_s),
+        Rates(rates.engines // merged, speed, rates.train_s * factor, rates.sync_s, rates.other_s),
     )
 
 

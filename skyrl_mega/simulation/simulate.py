@@ -101,7 +101,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
             groups = rollouts.next_groups(step)
             waited += loop.now - start
             tokens = grain * sum(len(t.tokens) for group in groups for t in group.trajectories)
-            loop.sleep(rates.train_s * tokens)
+            loop.sleep(rates.train_s * tokens + rates.other_s)
             if config.asynchrony.mode == "one_step":
                 start = loop.now
                 while service.under_way:

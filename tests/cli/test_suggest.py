@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -349,6 +350,23 @@ def test_rows_on_more_gpus_than_given_are_compared_by_their_gpu_hours(
     given = next(line.split() for line in out.splitlines() if line.split()[:2] == ["0", "32"])
     seconds, hours = map(float, (given[-3], given[-1]))
     assert hours == pytest.approx(seconds * 32 / 3600, abs=0.01)
+
+
+def test_the_error_bar_counts_an_assumed_share_of_groups_with_a_signal() -> None:
+    config = compose("configs/searchr1_30b.yaml", ["algorithm.dynamic_sampling.enabled=true"])
+    hf, _ = dry_run.checked(config)
+    config, used = rates.with_measured(config)
+    decoder = architecture(hf).describe(hf)
+    given = suggest_rows.as_suggestion(config, hf, decoder)
+    causes = [cause.name for cause in suggest_rows.step_error_bar(given, decoder, used).causes]
+    assert "share of groups with a signal" in causes
+
+
+def test_gpu_hours_count_the_nodes_of_a_pool() -> None:
+    pool = ["cluster.shared=false", "residency.keep=null", "cluster.pools.engines={gpu: H100, nodes: 2}"]
+    config = compose("configs/searchr1_30b.yaml", pool)
+    row = suggest_rows.Row(replace(suggestion(3600.0, 1, 0), config=config), 0, "", 0, False)
+    assert row.gpu_hours == row.gpus + 2 * 8
 
 
 def test_settings_that_do_not_fit_say_why_above_those_that_do(
