@@ -47,7 +47,7 @@ class ActorFailed(Fault):
         log: The actor's log file; None without one.
 
     Args:
-        others: Number of actors that failed afterwards, for the message.
+        others: Number of further failed calls or requests, for the message.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def _fault(run: RunData) -> list[str]:
 def _crashes(run: RunData) -> list[str]:
     parts = []
     if lost := run.given_up:
-        actors = ", ".join(dict.fromkeys(str(event.facts.get("actor", "retriever")) for event in lost))
+        actors = ", ".join(dict.fromkeys(str(event.facts.get("actor", event.kind)) for event in lost))
         parts.append(_folded(f"given up after a crash, with no restart left: {actors}", lost, "bad"))
     if recovered := run.recovered:
         count = "a crash" if len(recovered) == 1 else f"{len(recovered)} crashes"

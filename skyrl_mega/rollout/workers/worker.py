@@ -354,7 +354,7 @@ class KnownEngines:
 
     def retire(self, rank: int, error: BaseException | str) -> None:
         """Takes an engine out of service in this session and reports `EngineDead` to the driver, which restarts the
-        engine. Does nothing if the engine is out of service already. `cause` describes the failure."""
+        engine. Does nothing if the engine is out of service already. `error` is the failure."""
         if rank in self.serving:
             self.serving.remove(rank)
             self.report(EngineDead(rank, self.group.actors[rank], describe(error)))
