@@ -54,6 +54,7 @@ LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weight
 
 GPU_HOURS = f"{COST}: GPU-hours of a step, on all GPUs of the nodes; saves compares seconds only"
 HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
+WARNING = "close in room: memory may be missing within the estimates' margin; tight: it is missing by the estimates"
 STREAMED = "s in keep: the optimizer's state is streamed from host memory (policy.optimizer.streamed)"
 BLOCKS = "* after engines: their blocks of FP8 differ from the policy's"
 
@@ -153,6 +154,7 @@ def _legend(rows: Rows) -> list[str]:
     policies = [row.suggestion.config.policy for row in shown]
     return [
         "saves: share of a step of row 0; room: GiB left on the fullest GPU; host: GiB used on the fullest node",
+        *([WARNING] if any(row.warning for row in shown) else []),
         *([GPU_HOURS] if _differ_in_gpus(shown) else []),
         *([HOST] if any(policy.offload_layers for policy in policies) else []),
         *([STREAMED] if any(policy.optimizer.streamed for policy in policies) else []),
@@ -306,7 +308,8 @@ def _simulated_lines(report: Report) -> list[str]:
     if not simulated.rows:
         return note
     return [
-        "simulated as by --simulate, synchronous rows beside asynchrony.mode with max_staleness in the best split:",
+        "simulated as by --simulate (trajectory by trajectory, so seconds differ from those above), synchronous rows "
+        "beside asynchrony.mode with max_staleness in the best split:",
         *_table(simulated.rows, dict(simulated.rows).get("0")),
         f"for the fastest asynchronous row add to {simulated.base}: {as_arguments(simulated.change)}",
         *(f"note: {each}" for each in dynamic_sampling_notes(report.config)),

@@ -362,6 +362,13 @@ def test_the_error_bar_counts_an_assumed_share_of_groups_with_a_signal() -> None
     assert "share of groups with a signal" in causes
 
 
+def test_a_warning_about_memory_is_explained_below_the_table() -> None:
+    def legend(warning: str) -> str:
+        return "\n".join(suggest_text._legend(suggest_rows.Rows(None, None, [planted(100, warning=warning)], None)))
+
+    assert "within the estimates' margin" in legend("close") and "margin" not in legend("")
+
+
 def test_gpu_hours_count_the_nodes_of_a_pool() -> None:
     pool = ["cluster.shared=false", "residency.keep=null", "cluster.pools.engines={gpu: H100, nodes: 2}"]
     config = compose("configs/searchr1_30b.yaml", pool)
