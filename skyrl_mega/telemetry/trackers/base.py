@@ -43,7 +43,11 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stores the metrics of a step (docs/metrics.md). Values may be NaN or infinite. Steps only increase."""
+        """Stores the metrics of a step (docs/metrics.md). Values may be NaN or infinite.
+
+        Within a start, steps only increase; step 0 is the evaluation before training, often with other names. A retried
+        call repeats its step, also if a part was stored, and so does a run resumed from an earlier step.
+        """
         ...
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
