@@ -179,8 +179,9 @@ class Slurm:
         return False
 
     def processes(self, node: str) -> list[str]:
-        """Returns the command lines on a node, without the node's own processes."""
-        pattern = r"(\S*/)?(slurmd -N|bash \S+/node\.sh|sleep 3600$|ps -eo)"
+        """Returns the command lines on a node, without the node's own processes, and without Slurm's process of an
+        ended step that slurmd has not waited for yet."""
+        pattern = r"(\S*/)?(slurmd -N|bash \S+/node\.sh|sleep 3600$|ps -eo|\[slurmstepd\] <defunct>$)"
         listed = self.run("ps", "-eo", "args=", "ww", node=node).splitlines()
         return [line for line in listed if not re.match(pattern, line)]
 
