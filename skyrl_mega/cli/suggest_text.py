@@ -141,12 +141,12 @@ def _given_lines(report: Report) -> list[str]:
 
 
 def _error_lines(bar: ErrorBar | None) -> list[str]:
-    """Returns the line about the error bar."""
+    """Returns the lines about the error bar and its three largest causes."""
     if bar is None:
         return []
     causes = sorted(bar.causes, key=lambda cause: cause.low / cause.high)[:3]
     named = ", ".join(cause.name.removeprefix("cluster.") for cause in causes)
-    return [f"error bar of row 1: ×{bar.low:.2f} to ×{bar.high:.2f} of its seconds, mostly from {named}"]
+    return [f"error bar of row 1: ×{bar.low:.2f} to ×{bar.high:.2f} of its seconds, mostly from", f"  {named}"]
 
 
 def _legend(rows: Rows) -> list[str]:
@@ -308,8 +308,8 @@ def _simulated_lines(report: Report) -> list[str]:
     if not simulated.rows:
         return note
     return [
-        "simulated as by --simulate (trajectory by trajectory, so seconds differ from those above), synchronous rows "
-        "beside asynchrony.mode with max_staleness in the best split:",
+        "simulated as by --simulate (trajectory by trajectory, so seconds differ from those above),",
+        "synchronous rows beside asynchrony.mode with max_staleness in the best split:",
         *_table(simulated.rows, dict(simulated.rows).get("0")),
         f"for the fastest asynchronous row add to {simulated.base}: {as_arguments(simulated.change)}",
         *(f"note: {each}" for each in dynamic_sampling_notes(report.config)),
