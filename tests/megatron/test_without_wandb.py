@@ -45,7 +45,7 @@ DRIVER = """
 import sys
 import skyrl_mega.cli.inputs, skyrl_mega.trainer.setup, skyrl_mega.trainer.start_actors
 
-print(*(name in sys.modules for name in ("ray", "megatron.core", "wandb")))
+print(*(name in sys.modules for name in ("torch", "ray", "megatron.core", "wandb")))
 """
 
 ENGINE = """
@@ -79,8 +79,8 @@ def test_a_rank_does_without_wandb_and_compiler_and_can_have_them_later(tmp_path
     assert folders(tmp_path) == 2  # created by the import at the end
 
 
-def test_the_driver_imports_neither_megatron_core_nor_wandb(tmp_path: Path) -> None:
-    assert output_of(DRIVER, tmp_path) == ["True False False"]
+def test_the_driver_imports_neither_ray_nor_megatron_core_nor_wandb(tmp_path: Path) -> None:
+    assert output_of(DRIVER, tmp_path) == ["True False False False"]
     assert folders(tmp_path) == 0
 
 
