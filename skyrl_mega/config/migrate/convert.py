@@ -19,8 +19,6 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 MODELS = "${oc.env:SKYRL_MEGA_MODELS,models}"
 """Folder of the models, as in `configs/model/`."""
-SKYRL_LENGTH = ("generator.max_input_length", "generator.sampling_params.max_generate_length")
-"""SkyRL's limits whose sum was the default of `trainer.algorithm.max_seq_len`; a run of today's SkyRL must give it."""
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 Settings = dict[str, Any]
 Result = tuple[Settings, str]
@@ -463,7 +461,9 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
     """
     length = state.theirs(argument) if argument else None
     if not length and state.program == "SkyRL":
-        length = sum(_numeric(state.theirs(key)) for key in SKYRL_LENGTH)
+        given = state.theirs("generator.max_input_length") or state.theirs("trainer.max_prompt_length")
+        answer = state.theirs("generator.sampling_params.max_generate_length")
+        length = given + answer if given and answer else None
     length = length or _response_limit(state)
     ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(_numeric(length))}
     return ours, f"the sum over a sequence divided by {length:,}"

@@ -153,8 +153,11 @@ def test_a_missing_divisor_of_skyrl_is_the_sum_of_its_limits() -> None:
         "generator.sampling_params.max_generate_length=500",
     )
     assert migrated("SkyRL", *words).settings["algorithm.loss_mean_length"] == 512 + 500
-    for longer in ((*words, "generator.max_input_length=4096"), ("generator.max_input_length=4096", *words)):
-        assert migrated("SkyRL", *longer).settings["algorithm.loss_mean_length"] == 4096 + 500
+    for key in ("generator.max_input_length", "trainer.max_prompt_length"):
+        for longer in ((*words, f"{key}=4096"), (f"{key}=4096", *words)):
+            assert migrated("SkyRL", *longer).settings["algorithm.loss_mean_length"] == 4096 + 500
+    unlimited = migrated("SkyRL", *words, "generator.sampling_params.max_generate_length=null")
+    assert unlimited.settings["algorithm.loss_mean"] == "constant"
     given = migrated("SkyRL", *words, "trainer.algorithm.max_seq_len=4096")
     assert given.settings["algorithm.loss_mean_length"] == 4096
 
