@@ -106,11 +106,11 @@ def describe(error: BaseException | str) -> str:
 
     if isinstance(error, str):
         return error
-    if isinstance(error, ActorFailed):
-        return f"{error.method}: {error.cause}"
-    if isinstance(error, ray.exceptions.RayTaskError):
+    if isinstance(error, ray.exceptions.RayTaskError):  # first: Ray's class is also the class of the cause
         cause = error.cause
         return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
+    if isinstance(error, ActorFailed):
+        return f"{error.method}: {error.cause}"
     if isinstance(error, ray.exceptions.ActorUnschedulableError):
         return "its node died"
     if isinstance(error, ray.exceptions.RayActorError):
