@@ -81,7 +81,7 @@ class Database:
         the number of all rows; a failing query is reported in the result's `error`.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be opened.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be read.
             UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         return self._run([sql], seconds)[0][0]
@@ -99,7 +99,7 @@ class Database:
             The reason why the results differ (None if equal), the solution's result, and the gold result.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be opened.
+            InfrastructureFault: The sandbox cannot start, or was killed from outside, or the database cannot be read.
             UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
@@ -132,8 +132,8 @@ class Database:
 
         outcome = run_with_retries(run, limits.wall_s)
         results = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
-        if results and "unopened" in results[-1]:
-            raise InfrastructureFault(f"the database {file} cannot be opened: {results[-1]['unopened']}")
+        if results and "unread" in results[-1]:
+            raise InfrastructureFault(f"the database {file} cannot be read: {results[-1]['unread']}")
         reason = results.pop()["differ"] if results and "differ" in results[-1] else "a query was ended"
         timed_out = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
         cause = (

@@ -114,7 +114,7 @@ class Text2SqlEnv(BaseTextEnv):
         differ.
 
         Raises:
-            InfrastructureFault: The sandbox cannot start, or the database cannot be opened.
+            InfrastructureFault: The sandbox cannot start, or the database cannot be read.
             UserError: The machine lacks an isolation feature that the sandbox requires.
         """
         self.turns += 1

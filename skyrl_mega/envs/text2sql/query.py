@@ -4,7 +4,7 @@ stdin: JSON with `database` (path), `queries` (one, or prediction and gold), `se
 `shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`), `ordered` (true if
 the gold query orders its rows).
 stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `differ`: the reason why two results
-differ, or null. If the database cannot be opened: a line with `unopened`, the reason, and nothing after it.
+differ, or null. If the database cannot be read: a line with `unread`, the reason, and nothing after it.
 A query exceeding `seconds` is interrupted. During a single long instruction the kernel ends this process instead; the
 missing output lines identify the query.
 """
@@ -54,8 +54,8 @@ Row = tuple[Any, ...]
 
 
 DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
-"""Errors of SQLite about the file, which no query causes. Errors of input and output are missing here: a query that
-sorts may need a temporary file."""
+"""Errors of SQLite about the file, which no query causes. Errors of input and output are missing here, because SQLite
+gives one of them for a lack of memory too."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def main() -> None:
     """Runs the queries of the JSON request on standard input.
 
     Prints a line of JSON for each result, and a line with the reason if two results differ (null if equal). If the
-    database cannot be opened, prints a line with the reason and ends.
+    database cannot be read, prints a line with the reason and ends.
     """
     request = json.load(sys.stdin)
     results = []
@@ -82,7 +82,7 @@ def main() -> None:
         try:
             result = run(request, sql)
         except sqlite3.DatabaseError as error:
-            print(json.dumps({"unopened": str(error)}), flush=True)
+            print(json.dumps({"unread": str(error)}), flush=True)
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
         results.append(result)
@@ -171,7 +171,7 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
         timed_out = str(error) == "interrupted"
         return f"timeout: it ran longer than {request['seconds']:g} s" if timed_out else str(error)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        if getattr(error, "sqlite_errorcode", None) in DAMAGED:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:  # the other bits tell kinds of one error apart
             raise
         return str(error)
     except MemoryError:

@@ -134,7 +134,7 @@ def test_a_lost_database_is_no_mistake_of_the_policy(databases: Path, tmp_path: 
     shutil.copytree(databases, tmp_path, dirs_exist_ok=True)
     game = env(tmp_path)
     (tmp_path / "pets" / "pets.sqlite").unlink()
-    with pytest.raises(InfrastructureFault, match=r"pets\.sqlite cannot be opened: unable to open database file"):
+    with pytest.raises(InfrastructureFault, match=r"pets\.sqlite cannot be read: unable to open database file"):
         game.step(f"<think>x</think><{tag}>SELECT name FROM pet WHERE id = 1</{tag}>")
 
 
