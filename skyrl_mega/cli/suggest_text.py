@@ -351,7 +351,7 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         f"{row.host / GIB:,.0f}",
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
         "–" if saved is None else f"{saved:.0%}",
-        f"{row.gpu_hours:,.3g}" if row.gpu_hours < 1000 else f"{row.gpu_hours:,.0f}",
+        f"{row.gpu_hours:,.0f}" if row.gpu_hours >= 100 else f"{row.gpu_hours:.3g}",
     )
 
 

@@ -17,7 +17,7 @@ FILE = "estimate.json"
 """Name of the file in a run's folder: metric → value expected by the dry run."""
 FIRST = 2
 """First step compared with the estimate: step 1 includes compilation and memory allocation."""
-TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/residency", "time/step")
+TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/residency", "time/other", "time/step")
 ALONE = ("memory/", "perf/")
 """Prefixes of metrics shown even without an estimate."""
 
