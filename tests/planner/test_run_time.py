@@ -55,22 +55,16 @@ def test_generation_takes_as_long_as_the_longest() -> None:
     assert slower.generate == pytest.approx(300 * (token_s + 2e-3) + 64 * 5e-4, rel=1e-3)
 
 
-def test_the_fixed_part_of_a_sync_is_added_to_its_messages() -> None:
+@pytest.mark.parametrize(
+    ("rate", "phase", "without"), [("sync_s", "sync", 1.5), ("step_s", "other", 0.0)], ids=["sync", "driver"]
+)
+def test_fixed_seconds_are_added_once(rate: str, phase: str, without: float) -> None:
     config, decoder = slow_layers()
     before = step_time(config, decoder, PARALLEL, 1.5)
-    config.cluster.rates.sync_s = 0.25
+    setattr(config.cluster.rates, rate, 0.25)
     after = step_time(config, decoder, PARALLEL, 1.5)
-    assert (before.sync, after.sync) == (1.5, 1.75)
+    assert (getattr(before, phase), getattr(after, phase)) == (without, without + 0.25)
     assert after.step - before.step == pytest.approx(0.25)
-
-
-def test_the_driver_adds_its_own_part_to_a_step() -> None:
-    config, decoder = slow_layers()
-    before = step_time(config, decoder, PARALLEL, 1.5)
-    config.cluster.rates.step_s = 0.125
-    after = step_time(config, decoder, PARALLEL, 1.5)
-    assert (before.other, after.other) == (0.0, 0.125)
-    assert after.step - before.step == pytest.approx(0.125)
 
 
 def test_launches_of_layers_without_experts_are_hidden_by_their_products() -> None:

@@ -30,12 +30,13 @@ def played(
     speed: Speed = SPEED,
     prompts: int = 1,
     environment: EnvironmentConfig | None = None,
+    other: float = 0.0,
 ) -> Outcome:
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 1
     config.asynchrony = AsynchronyConfig(mode, most)
     config.environment = environment or EnvironmentConfig()
-    return simulate(config, Rates(1, speed, train / prompts / 220, SYNC), workload, steps=4)
+    return simulate(config, Rates(1, speed, train / prompts / 220, SYNC, other), workload, steps=4)
 
 
 def check(result: Outcome, *, seconds: float, waits: float, idle: float, runs: float) -> None:
@@ -58,6 +59,13 @@ def test_one_step_that_waits_for_its_engine() -> None:
     result = played("one_step", 1, train=4)
     check(result, seconds=13, waits=7, idle=0, runs=11)
     assert (result.staleness, result.staleness_max) == (1, 1)
+
+
+def test_engines_write_while_the_driver_works() -> None:
+    """Runs: train 4, driver 3, wait 4 | sync 2; meanwhile read 1, write 10."""
+    check(played("one_step", 1, train=4, other=3), seconds=13, waits=4, idle=0, runs=11)
+    without, with_driver = (played("off", 0, train=4, other=other).seconds for other in (0.0, 3.0))
+    assert with_driver == pytest.approx(without + 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])

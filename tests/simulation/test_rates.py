@@ -24,7 +24,12 @@ from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.simulation.workload import Length, LogNormal, Synthetic
 
-SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
+SMALL = [
+    "data.prompts_per_step=16",
+    "data.samples_per_prompt=4",
+    "data.mini_batch_prompts=null",
+    "cluster.rates.step_s=0.5",
+]
 
 
 @cache
@@ -51,6 +56,7 @@ def test_with_the_settings_lengths_they_are_the_planners() -> None:
     )
     assert rates.speed.seconds[3] == pytest.approx(decoding(config, decoder, planned_batch.mean)(3))
     assert rates.sync_s == pytest.approx(times.sync + times.residency) and times.residency
+    assert rates.other_s == 0.5
 
 
 def test_lengths_are_those_of_the_workload() -> None:
@@ -73,7 +79,7 @@ def test_fewer_trajectories_do_the_same_work(prompts: int, engines: int, places:
     speed = Speed((0.0, *(0.01 + 0.001 * n for n in range(1, places + 1))), prefill_s=1e-4, cache_tokens=1e6)
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 8
-    less, scaled = scale_down(config, Rates(engines, speed, train_s=1e-3, sync_s=2.0))
+    less, scaled = scale_down(config, Rates(engines, speed, train_s=1e-3, sync_s=2.0, other_s=0.5))
     factor = prompts / less.data.prompts_per_step
     assert less.data.prompts_per_step * 8 <= module.MAX_TRAJECTORIES and less.data.prompts_per_step == prompts_played(
         config
@@ -83,6 +89,7 @@ def test_fewer_trajectories_do_the_same_work(prompts: int, engines: int, places:
     assert written == pytest.approx(engines * places / speed.seconds[-1])
     assert factor * scaled.engines / scaled.speed.prefill_s == pytest.approx(engines / speed.prefill_s)
     assert factor / scaled.train_s == pytest.approx(1 / 1e-3)
+    assert (scaled.sync_s, scaled.other_s) == (2.0, 0.5)
     assert factor * scaled.engines * scaled.speed.cache_tokens == pytest.approx(engines * 1e6)
     # The same with some places taken.
     for n, seconds in enumerate(scaled.speed.seconds[1:-1], start=1):
