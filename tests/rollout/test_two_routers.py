@@ -57,19 +57,6 @@ def test_a_phase_ends_and_is_played_again() -> None:
         asked_after_its_death(service=False)
 
 
-def test_an_error_of_many_requests_has_the_frames_of_one() -> None:
-    fleet: Any = Fleet()
-
-    async def ask() -> None:
-        router = Router(fleet, Sampling(), 4, 60.0)
-        fleet.die()
-        await asyncio.gather(*(router.generate(Request(str(i), [1], 2, seed=0)) for i in range(100)))
-
-    with VirtualLoop() as loop, pytest.raises(NoServingActor) as raised:
-        loop.run(ask())
-    assert len(raised.traceback) < 30
-
-
 def test_a_service_waits_for_the_next_sync() -> None:
     with pytest.raises(TimeoutError):
         asked_after_its_death(service=True)

@@ -115,9 +115,11 @@ def test_killed_programs_and_workers_earn_nothing_and_lose_nothing(tmp_path: Pat
         wait_for(process, lambda: bool(find()), what)
         os.kill(find()[0], signal.SIGKILL)
 
-    kill_one(lambda: programs(tmp_path), "a program")
-    kill_one(lambda: sandboxes(tmp_path) if programs(tmp_path) else [], "the sandbox of a program")
+    # The program last: a later kill of its worker would retry the failed trajectory before the run has heard of it.
     kill_one(lambda: actors(tmp_path, "RolloutWorker") if programs(tmp_path) else [], "a rollout worker with programs")
+    wait_for(process, lambda: not programs(tmp_path), "the end of the worker's programs")
+    kill_one(lambda: sandboxes(tmp_path) if programs(tmp_path) else [], "the sandbox of a program")
+    kill_one(lambda: sorted(programs(tmp_path), reverse=True), "a program in another sandbox")
     output = finish(process)
     assert left_over(tmp_path) == [] and programs(tmp_path) == []
     played = [trajectories(tmp_path / "harness", step) for step in (1, 2)]
