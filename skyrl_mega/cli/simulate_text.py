@@ -71,7 +71,7 @@ class Comparison:
     shared_engines: Sequence[SimulatedRow]
     """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
-    """Modes that cannot run."""
+    """Modes of asynchrony that the checks of a run refuse, each with the reason."""
     environment_s: float
     """Mean environment seconds per trajectory."""
     length: Length

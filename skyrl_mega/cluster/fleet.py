@@ -107,7 +107,7 @@ class Fleet(SupervisedGroup):
         return len(states), [rank for rank, state in enumerate(states) if state in (State.JOINING, State.GONE)]
 
     def is_new(self, rank: int) -> bool:
-        """Returns True for a joined actor that has not had current weights yet."""
+        """Returns True if the actor of this rank joined during the run and has never had current weights."""
         return rank in self.joined and rank not in self._served
 
     def add(self, spec: ActorSpec) -> int:

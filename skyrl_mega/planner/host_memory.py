@@ -274,7 +274,7 @@ class Disk:
     checkpoint: int
     """A checkpoint of the policy, and of a critic."""
     kept: int
-    """All checkpoints existing at once: the kept ones, and the one being written."""
+    """All checkpoints on disk at once: `checkpoint.keep` finished checkpoints, and a checkpoint being written."""
     export: int
     """Hugging Face directory at the end; 0 without `checkpoint.export`."""
 

@@ -126,7 +126,7 @@ class Evaluated:
     engines: list[EngineChoice]
     """All engines considered for this division of the GPUs."""
     fitting: list[Suggestion]
-    """Combinations that fit."""
+    """Layouts of this policy with engines for which the memory of all GPUs and hosts is enough."""
 
     @property
     def missing_bytes(self) -> int:

@@ -34,7 +34,7 @@ RIGHTS = (
 )
 """Verb, resource and subresource of the needed rights."""
 DELETE = ("delete", "--wait=false", "--ignore-not-found")
-"""Words that delete pods."""
+"""Beginning of the kubectl command that deletes pods, before the pods' names."""
 ENDED = re.compile(rb"command terminated with exit code \d+\s*$")
 """End of standard error after a program that ended with another code than 0."""
 NOT_STARTED = re.compile(

@@ -41,7 +41,7 @@ class StarterProgram:
             raise InfrastructureFault(f"{self.name} cannot be started: {error.strerror}") from error
 
     def ended(self) -> bool:
-        """Returns True if the program has ended. Its container has then ended too."""
+        """Returns True if the program has ended, and with the program its container."""
         return self._process.poll() is not None
 
     def first_line(self, timeout_s: float) -> str:

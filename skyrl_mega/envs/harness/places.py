@@ -39,7 +39,7 @@ BOX = f"{KEY}.sandbox"
 LIMITS = CommandLimits(cpu_s=86400, memory_mib=65536, processes=256, file_mib=64, open_files=1024, output_kib=4096)
 """Default limits of the program, wide enough for interpreters that reserve much address space."""
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""Variable with which a program ended by a limit keeps what it printed."""
+"""Environment variable that makes Python print at once, so that a program ended by a limit loses no output."""
 START_S = 300.0
 """Seconds for starting a container."""
 

@@ -86,7 +86,7 @@ class SandboxResult:
     seconds: float
     """Wall-clock time."""
     active: Mapping[str, Sequence[str]]
-    """Confinement → mechanisms providing it."""
+    """Kind of confinement, such as memory → names of the kernel's mechanisms in use for this kind."""
 
 
 @dataclass(frozen=True)
