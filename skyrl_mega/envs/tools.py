@@ -80,8 +80,8 @@ class Tool:
 class ToolEnv(BaseTextEnv):
     """An environment whose policy calls tools. A subclass defines `tools` and `judge`.
 
-    A turn with calls is answered with a `tool` message per call. A turn without calls is the answer and ends the
-    trajectory.
+    A turn with calls is answered with a `tool` message per call. A turn without calls, or the last turn allowed, is the
+    answer and ends the trajectory.
     """
 
     tools: Sequence[Tool] = ()
@@ -104,8 +104,15 @@ class ToolEnv(BaseTextEnv):
         """Parser of a turn; the agent loop sets the parser of the model's template."""
 
     def judge(self, answer: str) -> float:
-        """Returns the reward of the policy's answer, the text of a turn without calls. A subclass must override this
-        method, which raises NotImplementedError."""
+        """Returns the reward of the policy's answer. A subclass must override this method.
+
+        Args:
+            answer: Text of the turn that ends the trajectory, without thoughts and calls; may be empty. The turn has no
+                calls, or is the last turn allowed, whose calls are not executed.
+
+        Raises:
+            NotImplementedError: The subclass does not override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

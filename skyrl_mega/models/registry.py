@@ -40,7 +40,10 @@ class Architecture:
     with a single form."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
-        """Returns name → shape of every tensor of the checkpoint, in a new dict; boxes refer to these shapes.
+        """Returns name → shape of every tensor of the model, in a new dict, with the axes in the order of the engines.
+
+        Positions within a tensor (`parallel.box`) refer to these shapes. Files may have the axes in another order
+        (`disk_tensors`), and may contain scales of quantised tensors, which are left out here.
 
         Raises:
             UserError: config.json is not supported.

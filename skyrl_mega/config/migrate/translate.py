@@ -54,13 +54,15 @@ class Translator(TranslationState):
         self.table = programs()[reading.program]
 
     def translate_given(self, contextual: bool) -> None:
-        """Translates given settings, and adds a row of the account for each. Call first with False, then with True.
+        """Translates the given settings into `migration.settings`, and adds a row for each to `migration.rows`.
 
-        Settings with the conversion `figures` are left out; `figures.py` and `data_sets.py` translate these.
+        A setting without a counterpart raises no error: its row is `unknown` or `dropped`. Settings with the conversion
+        `figures` get no row here; `figures.py` and `data_sets.py` translate these settings. Call first with False, then
+        with True.
 
         Args:
-            contextual: False for the settings with a conversion by itself; True, in a second pass, for conversions that
-                depend on other settings (`CONTEXTUAL`).
+            contextual: False for settings with a conversion independent of other settings; True for settings with a
+                conversion in `CONTEXTUAL`, which depends on other settings.
         """
         for given in sorted(self.given.values(), key=lambda given: self._order(given.key)):
             entry = lookup.find(self.table, given.key)

@@ -40,7 +40,10 @@ class DockerClient(Client):
     user: str | None = None
 
     def exec_words(self, user: str | None = None) -> list[str]:
-        """Returns the words of `exec` before the container's name.
+        """Returns the first words of a subcommand: `exec`, and `--user=…` if there is a user.
+
+        The caller appends further options, the container's name and the command. `Client.command` puts the client's
+        `words` before the subcommand.
 
         Args:
             user: User of the command; None for the client's `user`.

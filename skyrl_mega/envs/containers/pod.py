@@ -27,8 +27,10 @@ ABOVE_LIMIT = re.compile(r"exceed(?:s|ed) .*limit", re.IGNORECASE)
 
 
 def manifest(name: str, image: str, options: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the manifest of a pod. If this process runs in a pod that names itself by `POD_NAME`, `POD_UID` and
-    `POD_NAMESPACE`, that pod becomes the owner: the cluster removes the new pod at its end.
+    """Returns the manifest of a new pod, owned by the pod of this process if possible.
+
+    The cluster removes a pod with its owner. The owner must be known from the environment variables `POD_NAME`,
+    `POD_UID` and `POD_NAMESPACE`, and be in the namespace of the new pod; otherwise the new pod has no owner.
 
     Args:
         name: Name of the pod.

@@ -42,8 +42,13 @@ def same(gold: str, answer: str) -> bool:
 
 
 def normal(answer: str) -> str:
-    """Returns an answer's normal form by `RULES`: the text after the last `=`, without articles, units, dollars, boxes
-    and spaces; whole numbers also without commas."""
+    """Returns an answer's normal form by `RULES`, for comparison with another normal form.
+
+    Takes the text after the last `=`, and of this text only the part between the first two dollar signs, if any.
+    Removes articles, units, spaces, and the commands `\\text`, `\\textbf`, `\\overline` and `\\boxed` around their
+    content; completes the braces of `frac` and `sqrt`. Removes commas if all other characters are digits: `1,000`
+    becomes `1000`, and `-1,000` stays.
+    """
     text = answer.rpartition("=")[2]
     for pattern, put in RULES:
         text = re.sub(pattern, put, text)

@@ -94,8 +94,11 @@ def _plain(code: str) -> str:
 
 
 def report(outcome: SandboxResult, max_characters: int) -> str:
-    """Returns the policy's view of a program's result: stdout, stderr and the reason of an early end. Of a long text
-    only the last `max_characters` characters remain, after `…`."""
+    """Returns the policy's view of a program's result: stdout, stderr, and the reason of an early end.
+
+    Without any of the three parts the text is `(it printed nothing)`. Of a text with more than `max_characters`
+    characters, all parts together, only the last `max_characters` remain, after an additional `…`.
+    """
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:
         lines.append(REASONS[outcome.status])

@@ -115,8 +115,11 @@ def add_ended(programs: int) -> None:
 
 
 def ended() -> int | None:
-    """Returns the number of commands ended for exceeding the memory limit `total_mib`, in this process and in the
-    processes reported to `add_ended`; None if there is no such limit."""
+    """Returns the number of commands ended for exceeding the memory limit `total_mib`.
+
+    Counts the commands of this process, and of other processes as reported to `add_ended`. Returns None if this process
+    has not run a command in a sandbox and `add_ended` has not been called.
+    """
     with _making:
         counts = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
         return (

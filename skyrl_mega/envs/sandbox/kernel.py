@@ -121,12 +121,15 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> int:
-    """Confines this process permanently to some files, and its signals to its own descendants (ABI 6); returns the ABI.
-    Needs no_new_privs.
+    """Confines this process permanently to some files; returns the kernel's Landlock ABI.
+
+    From ABI 6 on, signals and abstract Unix sockets are also confined to this process and its descendants. The process
+    needs no_new_privs.
 
     Args:
         readable: Files and folders allowed for reading and executing; missing paths are skipped.
-        writable: Folders with everything allowed except device nodes; missing paths are skipped.
+        writable: Folders with everything allowed, new device nodes included (the kernel asks for CAP_MKNOD), and files
+            allowed for reading, writing and executing; missing paths are skipped.
 
     Raises:
         OSError: The kernel has no Landlock, or refuses.
