@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config.command import ROWS, integer
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.command import integer
 from skyrl_mega.envs.row import row
 
 SYSTEM = (
@@ -37,17 +38,30 @@ def _power(n: int, k: int) -> tuple[str, int]:
 
 
 KINDS: list[Callable[[int, int], tuple[str, int]]] = [_primes, _digits, _divisors, _power]
+QUESTIONS = 597_571
+"""Number of different questions of all kinds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m skyrl_mega.data python`."""
-    parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training questions (default: 1000)")
-    parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out questions (default: 200)")
+    parser.add_argument("--train", type=integer(1, QUESTIONS), default=1000, help="training questions (default: 1000)")
+    parser.add_argument("--test", type=integer(0, QUESTIONS), default=200, help="held-out questions (default: 200)")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name (`train.parquet`, `test.parquet`) → rows. Questions are unique, within and across the files.
-    Deterministic in `args.seed`. Only 597,571 questions exist: a request for more never ends."""
+    Deterministic in `args.seed`.
+
+    Raises:
+        UserError: More than `QUESTIONS` questions are requested.
+    """
+    if args.train + args.test > QUESTIONS:
+        raise UserError(
+            f"only {QUESTIONS:,} questions exist",
+            key="--train + --test",
+            value=args.train + args.test,
+            fix="ask for fewer",
+        )
     rng = np.random.default_rng(args.seed)
     answers: dict[str, int] = {}
     while len(answers) < args.train + args.test:

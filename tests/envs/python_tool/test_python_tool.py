@@ -11,6 +11,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.python_tool import data
 from skyrl_mega.envs.registry import check_ready
 
 
@@ -82,6 +83,13 @@ def test_data_and_their_answers(tmp_path: Path) -> None:
         if "modulo" in words:
             answer = int(words[2]) ** int(words[6]) % 10007
             assert str(answer) == prompt.extras["reward_spec"]["ground_truth"]
+
+
+@pytest.mark.parametrize("sizes", ["--train 597572", "--test 597572", "--train 597571 --test 1"])
+def test_more_questions_than_exist_are_refused(tmp_path: Path, sizes: str) -> None:
+    assert 3 * 980 * 180 + len({n * k for n in range(20, 1000) for k in range(20, 200)}) == data.QUESTIONS
+    with pytest.raises(UserError, match=r"597,?571"):
+        prepare(f"python --output {tmp_path} {sizes}")
 
 
 def test_settings_are_checked_before_a_run() -> None:
