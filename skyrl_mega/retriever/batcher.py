@@ -65,6 +65,7 @@ class Batcher:
 
         Raises:
             QueueFull: There is no room for all queries; none was accepted.
+            ValueError: `search` returned a wrong number of results for a batch with any of these queries.
             Exception: The error of `search`, if the search of a batch with any of these queries failed.
         """
         if self.waiting + len(queries) > self.limits.waiting:
@@ -107,6 +108,8 @@ class Batcher:
             search = partial(self.search, [entry.query for entry in group], topk, method)
             try:
                 results = await asyncio.get_running_loop().run_in_executor(self._thread, search)
+                if len(results) != len(group):
+                    raise ValueError(f"the search returned {len(results)} results for {len(group)} queries")
             except Exception as error:  # the requests receive the error, the loop continues
                 for entry in group:
                     if not entry.answer.done():

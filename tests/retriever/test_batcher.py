@@ -76,3 +76,18 @@ def test_an_error_is_its_own_batch_s_answer() -> None:
         loop.cancel()
 
     asyncio.run(scenario())
+
+
+def test_a_wrong_number_of_results_is_an_error_of_its_own_batch() -> None:
+    async def scenario() -> None:
+        def search(queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
+            return [[] for query in queries if query != "lost"]
+
+        batcher = Batcher(search, BatchLimits(batch=2, wait_s=0.05))
+        loop = asyncio.create_task(batcher.run())
+        with pytest.raises(ValueError, match="the search returned 1 results for 2 queries"):
+            await asyncio.wait_for(batcher.ask(["lost", "good"], 1, "dense"), 60)
+        assert await asyncio.wait_for(batcher.ask(["good"], 1, "dense"), 60) == [[]]
+        loop.cancel()
+
+    asyncio.run(scenario())
