@@ -209,8 +209,9 @@ def tasks(options: Mapping[str, Any], train: int, test: int) -> dict[str, list[d
         UserError: The environment cannot be loaded in time, or has no training data; or `env`, the interpreter or a
             variable is missing.
     """
-    program = _program({**options, "confined": False}, "tasks")
-    order = _order({**options, "confined": True}, 1) | {"train": train, "test": test}
+    options = {**options, "confined": False}
+    program = _program(options, "tasks")
+    order = _order(options, 1) | {"confined": None, "train": train, "test": test}
     try:
         ran = subprocess.run(
             program.argv,

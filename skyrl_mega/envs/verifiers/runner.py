@@ -131,7 +131,8 @@ class TaskSet:
         unwritten = [name for name, field in self.task_type.data_type().model_fields.items() if field.exclude]
         if unwritten:
             raise Unfit(f"its tasks cannot be written to a file: {', '.join(unwritten)} is excluded")
-        self._refuse_places(order["confined"])
+        if order["confined"] is not None:  # None: the tasks are only listed, and no agent runs
+            self._refuse_places(order["confined"])
         use_own_interpreter()
 
     def _config(self, order: Mapping[str, Any]) -> dict[str, Any]:

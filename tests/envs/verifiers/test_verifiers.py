@@ -165,11 +165,20 @@ def test_the_rows_are_its_tasks(
     assert "extra_info.task" in str(VerifiersEnv.wrong_row({"extra_info": {"task": "4"}}, options))
 
 
-def test_the_rows_of_a_task_set(python: str, tmp_path: Path) -> None:
-    words = ["verifiers", "--env", "my-tasks", "--python", python, "--train", "2", "--test", "1"]
+@pytest.mark.parametrize("place", ["subprocess", "docker"])
+def test_the_rows_of_a_task_set(python: str, tmp_path: Path, place: str) -> None:
+    args = json.dumps({"solver": {"runtime": {"type": place}}})
+    words = ["verifiers", "--env", "my-tasks", "--args", args, "--python", python, "--train", "2", "--test", "1"]
     train, test = (pq.read_table(file).to_pylist() for file in prepare([*words, "--output", str(tmp_path)]))
     assert train[1]["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     assert json.loads(test[0]["extra_info"]["task"])["answer"] == "4"
+
+
+def test_tasks_that_cannot_be_listed(python: str, tmp_path: Path) -> None:
+    words = ["verifiers", "--env", "not-there", "--python", python, "--output", str(tmp_path)]
+    with pytest.raises(UserError, match="it cannot be loaded: ModuleNotFoundError") as error:
+        prepare(words)
+    assert "sandbox" not in str(error.value), "the tasks are listed outside of the sandbox"
 
 
 def test_the_page_lists_all_options() -> None:
