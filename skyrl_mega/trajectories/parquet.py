@@ -314,11 +314,13 @@ def _step(row: dict[str, Any]) -> TrajectoryStep:
 
 
 def texts(t: Trajectory) -> tuple[str, str]:
-    """Returns two texts of the conversation: all messages before the policy's first message, and all messages from that
-    message on; "" without messages. A text of several messages gives each message's role. Fetches remote messages;
-    raises ClusterError if these are lost."""
-    first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
-    return _text(t.messages[:first]), _text(t.messages[first:])
+    """Returns two texts of the conversation: the messages of the first prompt, and all later messages.
+
+    A text without messages is "", a text of one message is the message's content, and a text of several messages gives
+    each message's role. Fetches remote messages; raises ClusterError if the messages are lost.
+    """
+    prompt = t.steps[0].messages if t.steps else 0
+    return _text(t.messages[:prompt]), _text(t.messages[prompt:])
 
 
 def _text(messages: list[dict[str, Any]]) -> str:

@@ -88,6 +88,16 @@ def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
     assert (row["status"], row["reward"], row["response_length"]) == ("truncated_turns", -0.5, 2)
 
 
+def test_examples_in_the_prompt_are_no_response(tmp_path: Path) -> None:
+    shot = [{"role": "user", "content": "1*1 = ?"}, {"role": "assistant", "content": "1"}]
+    t = trajectory()
+    t.messages, t.steps[0].messages = [*shot, *t.messages], 3
+    parquet.write(tmp_path / "t.parquet", [t])
+    row = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]
+    assert row["prompt"] == "[user] 1*1 = ?\n[assistant] 1\n[user] 2*3 = ü?"
+    assert row["response"] == "[assistant] 6\n[user] sure?"
+
+
 def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
     parquet.write(tmp_path / "t.parquet", [trajectory()])
     prompt, response, observation = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]["steps"]
