@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.terminal import one_line
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
-from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer, print_error
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.members import FILES
@@ -69,13 +70,13 @@ def plan(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """Starts policy and engines, synchronises twice, compares every engine's parameters with the policy's, and prints
-    the result; with `--json` as JSON. A failed actor or cluster is printed to standard error.
+    the result; with `--json` as JSON. A failed actor, cluster or service is printed to standard error.
 
     Args:
         argv: The arguments after the subcommand `check`.
 
     Returns:
-        The exit code: 0 if all are equal, 1 if a parameter differs, or if an actor or the cluster failed.
+        The exit code: 0 if all are equal, 1 if a parameter differs, or if an actor, the cluster or a service failed.
 
     Raises:
         UserError: An option or a setting is wrong.
@@ -95,13 +96,13 @@ def check(argv: Sequence[str]) -> int:
 
 def logprobs(argv: Sequence[str]) -> int:
     """Starts policy and engines, answers some prompts, compares the log-probs of every sampled token, and prints the
-    result; with `--json` as JSON. A failed actor or cluster is printed to standard error.
+    result; with `--json` as JSON. A failed actor, cluster or service is printed to standard error.
 
     Args:
         argv: The arguments after the subcommand `logprobs`.
 
     Returns:
-        The exit code: 0 if all agree, 1 if they differ too much, or if an actor or the cluster failed.
+        The exit code: 0 if all agree, 1 if they differ too much, or if an actor, the cluster or a service failed.
 
     Raises:
         UserError: An option or a setting is wrong.
@@ -185,13 +186,16 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _fault_printed() -> Iterator[None]:
-    """Prints a failed actor or cluster as a fault, and suppresses the error."""
+    """Prints a failed actor, cluster or service of `data.prepare` as a fault, and suppresses the error."""
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.envs.faults import InfrastructureFault
 
     try:
         yield
     except (ActorFailed, ClusterError) as error:
         print(f"fault: {error}", file=sys.stderr)
+    except InfrastructureFault as error:
+        print_error(f"fault: {one_line(str(error))}")
 
 
 def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:

@@ -32,6 +32,7 @@ from skyrl_mega.cli.weights_logprobs import (
     worst_of,
 )
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.models import tiny
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.support.engines import build_model_of
@@ -101,6 +102,18 @@ def test_the_worst_tokens_are_named_with_their_place() -> None:
 def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logprobs", *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()[-1:]) == 1
+
+
+@pytest.mark.parametrize("command", ["check", "logprobs"])
+def test_a_fault_of_a_service_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*args: Any, **options: Any) -> None:
+        raise InfrastructureFault("the sandbox\ndoes not start")
+
+    monkeypatch.setattr(f"skyrl_mega.cli.weights_{command}.compare", compare)
+    assert main([command, "--config", "x.yaml"]) == 1
+    assert capsys.readouterr().err == "fault: the sandbox does not start\n"
 
 
 def of_transformers(path: Path, answers: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
