@@ -567,8 +567,10 @@ def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
     `argument` and `state`.
 
     Raises:
-        Dropped: The setting does not allow the list.
+        Dropped: The value is null, or the setting does not allow the list.
     """
+    if value is None:
+        raise Dropped("not set there")
     return {here[0]: fitted(here[0], value if isinstance(value, list) else [str(value)])}, ""
 
 

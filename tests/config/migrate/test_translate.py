@@ -219,6 +219,12 @@ def test_every_value_of_the_table_gives_allowed_settings(program: str) -> None:
             assert not wrong, f"{key}={value}: {wrong}"
 
 
+def test_a_list_that_is_null_is_dropped() -> None:
+    key = "--rollout-stop"
+    slime = translate(GivenSettings("slime", [Given(key, None)]))
+    assert (slime.settings.get("rollout.sampling.stop"), why(slime, key)) == (None, "not set there")
+
+
 def test_the_yaml_has_numbers_that_yaml_reads() -> None:
     written = text.as_yaml(Migration("verl", {"policy.optimizer.lr": 1e-06, "policy.optimizer.eps": 1.5e-08}), "x")
     assert "lr: 1.0e-06" in written and "eps: 1.5e-08" in written
