@@ -82,8 +82,12 @@ class TrialPlan(StepPlan):
         self._order.sync()
 
     def evaluate(self) -> None:
-        """Notes an evaluation, and a weight sync before it if the policy was trained since the last sync; evaluates
-        nothing. Raises PlanFault if a sync is not allowed at this point."""
+        """Notes an evaluation, and a weight sync before the evaluation if the step trained and has not synced.
+
+        Evaluates nothing. Afterwards `generate` raises PlanFault in this step. Raises PlanFault if nothing was
+        generated in this step.
+        """
+        self._order.check_generated()
         self._order.recorded = True
         self.sync_if_trained()
 

@@ -162,8 +162,7 @@ class StepPlan:
 
     def _record_rollouts(self) -> None:
         """Ends the part of the step that a requested end of the run abandons: writes trajectories and their metrics."""
-        if not self._order.generated:
-            raise PlanFault("the step has no groups; call generate in every step")
+        self._order.check_generated()
         if not self._order.recorded:
             self._stack.enter_context(self.run.shutdown.defer())
             self.run.record_rollouts(self.step)
@@ -213,6 +212,11 @@ class PartOrder:
             text = f"generate returned no groups {MOST_EMPTY} times in a row, as it always does at the end of the data"
             raise PlanFault(f"{text}; leave a loop of the function when generate returns none")
         self.generated += 1
+
+    def check_generated(self) -> None:
+        """Raises PlanFault if `generate` was not called in this step."""
+        if not self.generated:
+            raise PlanFault("the step has no groups; call generate in every step")
 
     def hand_out(self, groups: list[Group]) -> list[Group]:
         """Notes groups as returned by `generate` of this run, for the check in `train`, and returns the groups

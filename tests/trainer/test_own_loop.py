@@ -162,6 +162,7 @@ def test_the_trial_has_the_methods_of_a_run() -> None:
         ("plan.train(plan.generate()[0])", "train is given Group; allowed is a list of groups"),
         ("plan.train([1]) if plan.generate() else None", "train is given a int; allowed is a list of groups"),
         ("plan.train([])", "train comes before generate"),
+        ("plan.evaluate()", "the step has no groups; call generate in every step"),
         ("with plan:\n    plan.generate()", "the plan is given to `with`"),
         ("plan.train(plan.generate())\nplan.generate()", "generate comes after train"),
         ("plan.train(plan.generate())\nplan.sync()\nplan.sync()", "sync is called twice"),
