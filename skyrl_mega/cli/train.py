@@ -258,7 +258,7 @@ def _with_fix(error: UserError, config: Config) -> UserError:
 
 def _keep_traceback(folder: Path, text: str) -> None:
     try:
-        with (folder / "logs" / "run.log").open("a") as log:
+        with (folder / "logs" / "run.log").open("a", encoding="utf-8") as log:
             log.write(text)
     except OSError:  # the log's disk is full or gone
         print(text, file=sys.stderr)

@@ -127,7 +127,7 @@ class Console:
         """Appends all further plain lines, with date and time, to the file `path`; creates its folder. Raises OSError
         if the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", buffering=1)
+        self._log = path.open("a", buffering=1, encoding="utf-8")
         self._stack.callback(_close, self._log)
 
     def events_to(self, folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from skyrl_mega.telemetry import console as module
 from skyrl_mega.telemetry import events, table
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.events import Event
+from tests.conftest import ROOT
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -77,6 +81,20 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pyt
     assert len(lines) == 5 + 2 + module.HEADER_EVERY + 1
     log = (tmp_path / "logs" / "run.log").read_text().splitlines()
     assert [line[21:] for line in log] == lines
+
+
+def test_the_log_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    program = """
+import io, pathlib, sys
+from skyrl_mega.telemetry.console import Console
+with Console(io.StringIO()) as console:
+    console.log_to(pathlib.Path(sys.argv[1]))
+    console.say("4 \\u2192 2 \\u2026")
+"""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    log = tmp_path / "run.log"
+    subprocess.run([sys.executable, "-c", program, str(log)], cwd=ROOT, env=ascii_only, check=True, timeout=120)
+    assert log.read_text(encoding="utf-8").endswith("  4 → 2 …\n")
 
 
 def test_a_closed_console_still_takes_events(tmp_path: Path) -> None:
