@@ -4,7 +4,8 @@ without gathering the vocabulary.
 The fused head (`fused_head.py`) sums logits in registers. This file is the alternative in plain torch, applying the
 head to a chunk of tokens at a time. Each tensor rank holds V/tp columns. The softmax needs three all-reduces with one
 number per token (maximum; sum of exponentials; the target's logit together with the entropy's moment). The backward
-pass recomputes the chunk's logits, so the memory is `chunk · V/tp` instead of `T · V/tp`.
+pass recomputes the chunk's logits, so the memory is `chunk · V/tp` instead of `T · V/tp`. A single chunk keeps its
+logits for the backward pass.
 
 Legend: T tokens, H hidden width, V padded vocabulary, v = V / tp columns of this rank.
 """
@@ -56,7 +57,11 @@ def vocab_parallel_logprobs(
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)
     inputs = (hidden_TH, weight_vH, targets_T, head, group, squares)
     outputs: tuple[Tensor, ...]
-    outputs = FusedLogprobs.apply(*inputs) if chunk is None else _ChunkedLogprobs.apply(*inputs, chunk)
+    if chunk is None:
+        outputs = FusedLogprobs.apply(*inputs)
+    else:
+        keeps_logits = torch.is_grad_enabled() and len(hidden_TH) <= chunk
+        outputs = _ChunkedLogprobs.apply(*inputs, chunk, keeps_logits)
     return outputs
 
 
@@ -71,6 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup,
         squares: bool,
         chunk: int,
+        keeps_logits: bool,
     ) -> tuple[Tensor, ...]:
         ctx.head, ctx.chunk = head, chunk
         ctx.set_materialize_grads(False)
@@ -78,11 +84,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_T = torch.empty_like(logprobs_T)
         norm_T = torch.empty_like(logprobs_T)
         squares_T = torch.empty_like(logprobs_T) if squares else None
+        kept = []
         for part in chunks(len(hidden_TH), chunk):
             logits = _logits(hidden_TH[part], weight_vH, head)
             peak = logits.amax(-1)
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-            logits -= peak[:, None]
+            if keeps_logits:
+                kept.append(logits)
+                logits = logits - peak[:, None]
+            else:
+                logits -= peak[:, None]
             local, inside = _local(targets_T[part], head)
             target = logits.gather(1, local[:, None])[:, 0].where(inside, torch.zeros_like(peak))
             exp = logits.exp()
@@ -99,7 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             norm_T[part] = peak + log_sum
             if squares_T is not None:
                 squares_T[part] = sums[3] / sums[0].square()
-        ctx.save_for_backward(hidden_TH, weight_vH, targets_T, norm_T, entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_vH, targets_T, norm_T, entropy_T, *kept)
         if squares_T is None:
             return logprobs_T, entropy_T
         ctx.mark_non_differentiable(squares_T)
@@ -107,7 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden_TH, weight_vH, targets_T, norm_T, entropy_T = ctx.saved_tensors
+        hidden_TH, weight_vH, targets_T, norm_T, entropy_T, *kept = ctx.saved_tensors
         grad_logprobs_T, grad_entropy_T, *_ = grads
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(norm_T)
@@ -115,7 +126,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight_vH.shape, dtype=precise(weight_vH.dtype), device=weight_vH.device)
         for part in chunks(len(hidden_TH), ctx.chunk):
             # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
-            logprobs = _logits(hidden_TH[part], weight_vH, ctx.head) - norm_T[part, None]
+            logits = kept[0] if kept else _logits(hidden_TH[part], weight_vH, ctx.head)
+            logprobs = logits - norm_T[part, None]
+            del logits
             scale = grad_logprobs_T[part]
             if grad_entropy_T is None:
                 grad_logits = logprobs.exp_().mul_(-scale[:, None])
@@ -129,7 +142,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.div_(ctx.head.temperature).to(weight_vH.dtype)
             grad_hidden[part] = grad_logits @ weight_vH
             grad_weight += grad_logits.T @ hidden_TH[part]
-        return grad_hidden, grad_weight.to(weight_vH.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight_vH.dtype), *[None] * 6
 
 
 def _logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:

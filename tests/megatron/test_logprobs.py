@@ -4,6 +4,7 @@ log-probs and entropy, and squared probabilities. A chunk of None selects the fu
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,3 +141,30 @@ def test_squares_are_sums_over_the_whole_vocabulary(
     for sums, has_gradient, same, others_have in run_ranks(ranks, squares, ranks, temperature, chunk, dtype):
         torch.testing.assert_close(torch.from_numpy(sums).double(), expected, atol=near, rtol=near)
         assert not has_gradient and same and others_have
+
+
+def head_products(rank: int, address: str) -> list[int]:
+    """Returns the number of products of hidden states and head in a forward and backward pass with one chunk and with
+    several, and without a gradient."""
+    from skyrl_mega.megatron import vocab_parallel
+
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=1)
+    hidden, weight, targets, _, _ = tensors()
+    counts = []
+    for chunk, gradient in ((len(hidden), True), (len(hidden) // 2 + 1, True), (len(hidden), False)):
+        with (
+            mock.patch.object(vocab_parallel, "_logits", side_effect=vocab_parallel._logits) as computed,
+            torch.set_grad_enabled(gradient),
+        ):
+            settings: dict[str, Any] = {"vocab": VOCAB, "temperature": 1.0, "chunk": chunk, "group": dist.group.WORLD}
+            logp, _ = vocab_parallel.vocab_parallel_logprobs(
+                hidden.detach().requires_grad_(), weight, targets, **settings
+            )
+            if gradient:
+                logp.sum().backward()
+        counts.append(computed.call_count)
+    return counts
+
+
+def test_one_chunk_keeps_its_logits_and_several_compute_theirs_again() -> None:
+    assert run_ranks(1, head_products) == [[1, 4, 1]]
