@@ -46,6 +46,8 @@ from skyrl_mega.telemetry.metrics import read
 ROOT = Path(__file__).parents[1]
 WARM = 2
 """Number of first steps left out of each run: caches fill, and memory is allocated."""
+COMMON = ("policy.ranks=2", "policy.share_prefixes=true", "rollout.eager=false")
+"""Settings of both cases."""
 PHASES = ("generate", "logprobs", "train", "sync", "other")
 MOE = BuildConfig(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, expert_ffn=128, max_length=256)
 
@@ -62,9 +64,10 @@ class Case:
     length: int
     """Tokens of a response."""
     settings: tuple[str, ...]
-    """Settings suited to two cores, all public: data-parallel replicas of the whole model, no messages inside a layer.
-    Engines for the tiny model are bound by Python, hence two; an engine of SmolLM2 is bound by reading the weights,
-    hence one with two threads, which reads them once."""
+    """Settings suited to two cores, all public: data-parallel replicas of the whole model, no messages inside a layer,
+    shared prompts, logits of a micro-batch in one chunk, compiled engines. Engines for the tiny model are bound by
+    Python, hence two; an engine of SmolLM2 is bound by reading the weights, hence one with two threads, which reads
+    them once."""
     trl_micro: int
     """Sequences of TRL's micro-batch: a first choice, not tuned."""
     trl_model: dict[str, Any] = field(default_factory=dict)
@@ -85,12 +88,12 @@ class Case:
 CASES = {
     "moe": Case(
         *("moe", 32, 8, 128),
-        settings=("policy.ranks=2", "policy.micro_tokens=8192", "rollout.engines=2"),
+        settings=(*COMMON, "policy.micro_tokens=9000", "policy.logit_chunk=9000", "rollout.engines=2"),
         trl_micro=256,
     ),
     "smollm2": Case(
         *("smollm2", 4, 4, 128),
-        settings=("policy.ranks=2", "policy.micro_tokens=1024", "rollout.engines=1", "rollout.threads=2"),
+        settings=(*COMMON, "policy.micro_tokens=2048", "rollout.engines=1", "rollout.threads=2"),
         trl_micro=16,
     ),
 }
