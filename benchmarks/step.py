@@ -88,12 +88,12 @@ class Case:
 CASES = {
     "moe": Case(
         *("moe", 32, 8, 128),
-        settings=(*COMMON, "policy.micro_tokens=9000", "policy.logit_chunk=9000", "rollout.engines=2"),
+        settings=(*COMMON, "policy.micro_tokens=8192", "policy.logit_chunk=8192", "rollout.engines=2"),
         trl_micro=256,
     ),
     "smollm2": Case(
         *("smollm2", 4, 4, 128),
-        settings=(*COMMON, "policy.micro_tokens=2048", "rollout.engines=1", "rollout.threads=2"),
+        settings=(*COMMON, "policy.micro_tokens=1024", "rollout.engines=1", "rollout.threads=2"),
         trl_micro=16,
     ),
 }

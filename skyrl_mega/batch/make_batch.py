@@ -21,7 +21,7 @@ from skyrl_mega.algorithms.old_logprobs import columns
 from skyrl_mega.algorithms.shaping import soft_overlong
 from skyrl_mega.algorithms.token_weights import sequence_weights
 from skyrl_mega.batch.rewards import rewards_by_name
-from skyrl_mega.batch.samples import Samples, add_columns, read_samples, samples_of, trained_tokens
+from skyrl_mega.batch.samples import Samples, add_columns, common_tokens, read_samples, samples_of, trained_tokens
 from skyrl_mega.config.derived import has_critic, response_limit
 from skyrl_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
 from skyrl_mega.trajectories.remote_arrays import arrays_lost
@@ -175,6 +175,7 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
         Samples(
             [sample for samples in cut for sample in samples],
             torch.tensor(counts, dtype=torch.int64),
+            common_tokens(groups, cut),
             drawn=rollout.conversation == "one_message",
         ),
         groups=torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64),

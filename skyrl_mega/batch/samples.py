@@ -18,7 +18,7 @@ from torch import Tensor
 
 from skyrl_mega.trajectories.by_reference import stored_tokens
 from skyrl_mega.trajectories.sequences import Column, Sequences, ragged_arange
-from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Kind, Trajectory
+from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Group, Kind, Trajectory
 
 DRIVER_COLUMNS = frozenset({"mask", TOKEN_REWARDS})
 """Columns of a trajectory used by the driver for weights and advantages, and not sent to ranks."""
@@ -46,6 +46,9 @@ class Samples:
     parts: list[Sample]
     counts: Tensor
     """int64 [S]: number of tokens counted in the loss."""
+    common: Tensor
+    """int64 [S]: first tokens that a sample has in common with the sample before it and that predict no counted token
+    of the sample (`common_tokens`)."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[S] each, float32 except `sequences.TRAJECTORY`: a value for every token of a sample, or in `WEIGHT_COLUMNS` for
     every token written by the policy."""
@@ -69,12 +72,45 @@ class Samples:
         """Returns the samples at the indices `rows`, int64, in this order, with their counts and columns, as a new
         object; `rows` may repeat an index."""
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return Samples([self.parts[row] for row in rows.tolist()], self.counts[rows], columns, self.drawn, self.bare)
+        parts, common = [self.parts[row] for row in rows.tolist()], self.common[rows]
+        common[:1] = 0
+        common[1:] *= rows[1:] == rows[:-1] + 1
+        return Samples(parts, self.counts[rows], common, columns, self.drawn, self.bare)
 
     def with_weights_only(self) -> Samples:
         """Returns the same samples, with tokens, for a critic or a reference: of the columns, only `weights` is kept.
         Raises KeyError without `weights`."""
-        return Samples(self.parts, self.counts, {"weights": self.columns["weights"]}, bare=True)
+        return Samples(self.parts, self.counts, self.common, {"weights": self.columns["weights"]}, bare=True)
+
+
+def common_tokens(groups: Iterable[Group], cut: Iterable[Sequence[Sample]]) -> Tensor:
+    """Returns int64 [S]: the number of first tokens that each sample has in common with the sample before it and that
+    predict no token trained on in the sample; 0 if unknown.
+
+    Known are the prompt of a group's trajectories, taken to be one prompt if its lengths are equal, and the earlier
+    turns of a trajectory.
+
+    Args:
+        groups: The groups of a step.
+        cut: The samples of each of the groups' trajectories.
+    """
+    common: list[int] = []
+    samples = iter(cut)
+    for group in groups:
+        before: Sample | None = None
+        length = 0
+        for t in group.trajectories:
+            former, length = length, t.steps[0].end if t.steps else 0
+            prompt = length if length == former else 0
+            for number, sample in enumerate(next(samples)):
+                if before is None or before.start != sample.start:
+                    common.append(0)
+                elif number == 0:
+                    common.append(max(0, min(prompt, before.end) - sample.start - 1))
+                else:
+                    common.append(max(0, min(before.end, sample.trained_from - 1) - sample.start))
+                before = sample
+    return torch.tensor(common, dtype=torch.int64)
 
 
 def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:

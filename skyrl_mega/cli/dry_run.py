@@ -42,6 +42,7 @@ from skyrl_mega.planner.placement import PlannedNode, nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import fullest, shared_gpus
 from skyrl_mega.planner.times import mean_concurrency
+from skyrl_mega.planner.trajectories import sizes_of
 from skyrl_mega.weights.files.cost import file_bytes, file_lines
 from skyrl_mega.weights.members import FILES
 from skyrl_mega.weights.plan import report
@@ -129,11 +130,23 @@ def values(
         "notes": [
             *data_notes,
             *filter(None, [micro_tokens.note(original, config, decoder)]),
-            *dry_run_notes.notes(config, decoder, parallel, signal),
+            *_setting_notes(config, decoder, parallel, signal, args),
             *container_notes(config, [host["host_memory_total"] for host in hosts]),
         ],
         "absent": list(absent),
     }
+
+
+def _setting_notes(
+    config: Config, decoder: Decoder, parallel: ParallelDims, signal: float, args: argparse.Namespace | None
+) -> list[str]:
+    """Returns the notes on settings, `policy.share_prefixes` for the trajectories that the options describe."""
+    notes = dry_run_notes.notes(config, decoder, parallel, signal)
+    if config.policy.share_prefixes:
+        played = workload.described(config, parallel, args).trajectories
+        _, sizes = sizes_of(config, parallel, played)
+        notes.append(dry_run_notes.shared_prefixes_note(sizes, played.prompt is not None))
+    return notes
 
 
 def _nodes(

@@ -144,6 +144,28 @@ def _on_batch(sizes: StepSizes) -> Iterator[str]:
         )
 
 
+def shared_prefixes_note(sizes: StepSizes, known: bool) -> str:
+    """Returns a note with the share of tokens that `policy.share_prefixes` leaves out by the estimate.
+
+    Args:
+        sizes: Sizes of the step.
+        known: True if the length of prompts is from a run, False if assumed.
+    """
+    shared = sizes.shared
+    source = "as recorded" if known else "assumed from rollout.max_prompt_tokens; --like RUN takes a run's"
+    prompts = f"prompts of {shared.prompt:,.0f} tokens ({source})"
+    if shared.together == 1:
+        return (
+            f"policy.share_prefixes: sharing saves nothing here: with {prompts} and {sizes.mean:,.0f} tokens in all, "
+            f"micro-batches of {sizes.budget:,} tokens take less time with whole sequences; give a larger "
+            "policy.micro_tokens, or share_prefixes=false"
+        )
+    return (
+        f"policy.share_prefixes: {shared.together} of {sizes.samples} samples of a prompt meet in a micro-batch and "
+        f"leave out {shared.left_out / sizes.mean:.0%} of the step's tokens, for {prompts}"
+    )
+
+
 def _on_lengths(config: Config) -> Iterator[str]:
     """Yields notes on length limits never reached because of another limit."""
     rollout = config.rollout

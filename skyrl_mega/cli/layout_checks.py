@@ -56,11 +56,14 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     installed are not checked, and no error says so; all other checks still run.
 
     Raises:
-        UserError: The ranks or engines cannot split the model or compute in a precision, megatron-core or vLLM has no
-            such option or the value has another type, `hf_overrides` would change the model, or sequences may exceed
-            the model's length.
+        UserError: The ranks or engines cannot split the model or compute in a precision, the policy cannot share
+            prefixes, megatron-core or vLLM has no such option or the value has another type, `hf_overrides` would
+            change the model, or sequences may exceed the model's length.
     """
     _check_fp8(config, hf)
+    if config.policy.share_prefixes:
+        for block in architecture(hf).describe(hf).parts:
+            block.check_shared_prefixes("policy.share_prefixes")
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
     policy, reference = fit.parallel_of(config)

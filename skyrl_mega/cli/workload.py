@@ -74,9 +74,10 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
         usual, read=length.read, written=length.written, sample=_sample(config, workload),
         environment_s=workload.environment_s,
     )  # fmt: skip
-    if args.like:
+    if isinstance(workload, Recorded):
         signal = _signal_of(Path(args.like))
         trajectories = trajectories if signal is None else replace(trajectories, signal=signal)
+        trajectories = replace(trajectories, prompt=workload.prompt)
         return Described(trajectories, "--like", "--like", "assumed" if signal is None else "--like", length.answers)
     environment = "--environment" if args.environment is not None else TIMES if times.given else None
     if args.tokens is None:  # lengths stay as assumed, and the longest is at the limit

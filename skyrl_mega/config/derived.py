@@ -103,6 +103,12 @@ def overlaps(policy: PolicyConfig, device: str) -> bool:
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
+def shares_prefixes(policy: PolicyConfig, context: int) -> bool:
+    """Returns True if a model with the policy's settings and `context` context ranks computes common first tokens of
+    sequences once (`policy.share_prefixes`)."""
+    return policy.share_prefixes and context == 1
+
+
 FUSIONS = ("rope", "permute", "router", "swiglu")
 """Valid values in `policy.fusions`."""
 MOE_FUSIONS = frozenset({"permute", "router"})

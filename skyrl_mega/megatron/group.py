@@ -13,7 +13,7 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.samples import Samples, read_local
 from skyrl_mega.cluster.calls import PendingCall, Waiting
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.config.derived import micro_tokens
+from skyrl_mega.config.derived import micro_tokens, shares_prefixes
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.micro_batches import Split, split_apart
 from skyrl_mega.parallel.dims import ParallelDims
@@ -101,8 +101,10 @@ class TrainGroup:
         tokens = micro_tokens(self.config) * self.parallel.context
         of_minis: Sequence[Tensor | None] = silent or [None] * len(minis)
         self._lengths = [mini.lengths for mini in minis]
+        share = shares_prefixes(self.config, self.parallel.context)
         self._splits = [
-            split_apart(mini, of_mini, self.parallel, tokens) for mini, of_mini in zip(minis, of_minis, strict=True)
+            split_apart(mini, of_mini, self.parallel, tokens, share=share)
+            for mini, of_mini in zip(minis, of_minis, strict=True)
         ]
         self._send("hold", lambda mini, rows: read_local(minis[mini].take(rows)))
 
@@ -110,6 +112,11 @@ class TrainGroup:
         """Returns the indices, int64, of the sequences of stored mini-batch `mini` (index in the latest `hold`) for
         which `train` computes metrics, but no backward pass; empty if all take a backward pass."""
         return self._splits[mini].forward_only_sequences
+
+    def left_out(self, mini: int) -> Tensor:
+        """Returns int64 [S]: the number of first tokens of each sequence of stored mini-batch `mini` that the ranks
+        compute with another sequence (`policy.share_prefixes`), as far as the driver knows common tokens."""
+        return self._splits[mini].left_out
 
     def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
         """Adds a column to the micro-batches stored on the ranks, or replaces it.

@@ -35,7 +35,12 @@ from skyrl_mega.models.megatron import Spec
 
 
 def decoder_spec(
-    config: TransformerConfig, modules: Sequence[LayerModules], spec: Spec, vp_stage: int | None
+    config: TransformerConfig,
+    modules: Sequence[LayerModules],
+    spec: Spec,
+    vp_stage: int | None,
+    *,
+    shared_prefixes: bool = False,
 ) -> TransformerBlockSubmodules:
     """Returns megatron-core's specification of the layers on this rank's pipeline stage (and virtual stage), with a
     copy for each layer.
@@ -45,6 +50,8 @@ def decoder_spec(
         modules: The modules of each of these layers (`models.megatron.layer_modules`).
         spec: Kind of the layers: "te" for Transformer Engine's, "local" for megatron-core's own.
         vp_stage: Index of the virtual stage; None without virtual stages.
+        shared_prefixes: True if rows have shared prefixes (`policy.share_prefixes`), which Transformer Engine's
+            attention cannot read.
 
     Raises:
         ValueError: `modules` has another length than the stage has layers.
@@ -65,7 +72,7 @@ def decoder_spec(
                 _use_local_modules(attention)
             elif attention.q_layernorm is not IdentityOp:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if wanted.sinks or wanted.window:
+        if wanted.sinks or wanted.window or shared_prefixes:
             # Transformer Engine's own has no sinks with a ring of context ranks, and with an all-to-all every context
             # rank gets the sinks' whole gradient, which megatron-core sums over these ranks.
             kind = {"sinks": wanted.sinks, "window": wanted.window}

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
+from skyrl_mega.config.derived import shares_prefixes
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.config_classes import config_class
 from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.layer_spec import decoder_spec
+from skyrl_mega.megatron.packing import PackedRow
 from skyrl_mega.megatron.precision import transformer_settings
 from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
@@ -37,7 +39,14 @@ T = TypeVar("T")
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel with hidden states as output of the last stage; `megatron.heads` applies the head."""
+    """A GPTModel with hidden states as output of the last stage; `megatron.heads` applies the head. Rotates the queries
+    and keys of a row with shared prefixes by the tokens' positions."""
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> tuple[Any, ...]:
+        hidden, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.keys is not None and angles is not None:
+            angles = angles[packed_seq_params.position_L]
+        return hidden, angles, *rest
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -247,8 +256,8 @@ def build_model(
         head: The output projection ("vocab"), or a critic's value head ("value").
 
     Raises:
-        UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported, or as in
-            `transformer_config`.
+        UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported, the model cannot
+            share prefixes as asked, or as in `transformer_config`.
     """
     arch = architecture(hf, head)
     spec = layer_spec(policy.spec, device.type)
@@ -259,6 +268,9 @@ def build_model(
     gpt = dict(arch.megatron_settings(hf).gpt)
     gpt["vocab_size"] = arch.padded_vocab(hf, parallel.tensor)
     decoder, pp = arch.describe(hf), parallel_state.get_pipeline_model_parallel_rank()
+    if shared := shares_prefixes(policy, parallel.context):
+        for block in decoder.parts:
+            block.check_shared_prefixes("policy.share_prefixes")
     chunks = []
     for stage in range(parallel.virtual_pipeline):
         modules = layer_modules(decoder, parallel.stage_layers(decoder.layers, pp, stage))
@@ -267,7 +279,7 @@ def build_model(
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
         chunk = MODELS[head](
             config=config,
-            transformer_layer_spec=decoder_spec(config, modules, spec, vp),
+            transformer_layer_spec=decoder_spec(config, modules, spec, vp, shared_prefixes=shared),
             pre_process=first,
             post_process=last,
             parallel_output=True,

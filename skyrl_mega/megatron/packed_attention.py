@@ -106,14 +106,21 @@ class PackedAttention(MegatronModule):
                 gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
                 for t in (key, value)
             )
+        if row.keys is not None:
+            key, value = (t.index_select(0, row.keys.index_K) for t in (key, value))
         if _can_use_varlen(query, sinks is not None or self.window is not None):
             return self._varlen(query, key, value, row, sinks)
         grouped = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
         longest = row.max_seqlen_q
         if row.global_L is None:
-            slot = row.sequence_L * longest + row.position_L
-            q, k, v = (_grid(t, slot, row.sequences, longest) for t in (query, key, value))
+            slot = slot_k = row.sequence_L * longest + row.position_L
+            if row.keys is not None:
+                lengths = (row.keys.bounds_k[1:] - row.keys.bounds_k[:-1]).long()
+                sequence, position = run_positions(lengths, len(key))
+                slot_k = sequence * longest + position
+            q = _grid(query, slot, row.sequences, longest)
+            k, v = (_grid(t, slot_k, row.sequences, longest) for t in (key, value))
             at = torch.arange(longest, device=query.device).view(1, 1, longest, 1)
             return _ungrid(self._softmax(q, k, v, at, sinks), slot)
 
@@ -155,6 +162,8 @@ class PackedAttention(MegatronModule):
         query_width, value_width = query.shape[-1], value.shape[-1]
         cu_q = cu_k = row.cu_seqlens_q
         longest_q = longest_k = row.max_seqlen_q
+        if row.keys is not None:
+            cu_q, cu_k, longest_q = row.keys.bounds_q, row.keys.bounds_k, row.keys.longest_q
         if row.global_L is not None:
             # A context rank holds two chunks of every sequence. Each attends from the start of the sequence to the
             # chunk's end, so the kernel sees twice as many sequences, with the queries at the last keys.

@@ -5,6 +5,9 @@ Context parallelism cuts every sequence into 2·cp chunks and gives rank r the c
 the work under a causal mask is even. Hence every sequence is padded to a multiple of 2·cp, and a last sequence of
 padding makes the row divisible for sequence parallelism. Padding always gets weight 0 and never influences a result.
 
+With shared prefixes (`shared_prefixes`) a sequence leaves out first tokens that another sequence of the row has too,
+and attends to the other's.
+
 Legend: N sequences, T tokens in the packed row, L = T / cp tokens on this context rank.
 """
 
@@ -18,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from skyrl_mega.megatron.shared_prefixes import SharedPrefix, shared_prefixes
 from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences, ragged_arange
 
 
@@ -45,8 +49,33 @@ class RowRoutes:
 
 
 @dataclass
+class SharedKeys:
+    """The tokens that each sequence of a row with shared prefixes attends to, its own included.
+
+    Legend: N sequences, K tokens attended to, over all sequences.
+    """
+
+    index_K: Tensor
+    """int64 [K]: positions in the row, sequence by sequence."""
+    bounds_q: Tensor
+    """int32 [N + 1]: bounds of the sequences' own tokens in the row."""
+    bounds_k: Tensor
+    """int32 [N + 1]: bounds of the sequences in `index_K`."""
+    longest_q: int
+    """Most own tokens of a sequence."""
+
+    def to(self, device: torch.device) -> SharedKeys:
+        """Returns a copy with all tensors on `device`."""
+        return replace(self, **_on_device(self, device))
+
+
+@dataclass
 class PackedRow(PackedSeqParams):
-    """megatron-core's description of a packed row, plus the position of each of this rank's tokens."""
+    """megatron-core's description of a packed row, plus the position of each of this rank's tokens.
+
+    With shared prefixes megatron-core's bounds describe one sequence, because only the rotation of queries and keys
+    reads them, by `position_L` (`model.HiddenGPT`).
+    """
 
     sequence_L: Tensor | None = None
     """int64 [L]: index of each local token's sequence."""
@@ -56,6 +85,8 @@ class PackedRow(PackedSeqParams):
     """int64 [T]: for each token of the whole row, the index in the concatenation of the context ranks' parts."""
     sequences: int = 0
     """Number of sequences in the row, a sequence of padding included."""
+    keys: SharedKeys | None = None
+    """The keys of a row with shared prefixes; otherwise None."""
     routes: RowRoutes | None = None
     """Routes of a row to replay or record; otherwise None."""
 
@@ -104,11 +135,14 @@ class MicroBatch:
         """Returns a copy with all tensors, columns and routes included, on `device`."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
         routes = self.row.routes.to(device) if self.row.routes else None
-        row = replace(self.row, routes=routes, **_on_device(self.row, device))
+        keys = self.row.keys.to(device) if self.row.keys else None
+        row = replace(self.row, routes=routes, keys=keys, **_on_device(self.row, device))
         return replace(self, columns=columns, row=row, **_on_device(self, device))
 
 
-def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
+def pack(
+    batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1, share: bool = False
+) -> MicroBatch:
     """Returns one context rank's part of a micro-batch packed into a row, in host memory.
 
     A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing. Without sequences
@@ -120,16 +154,24 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
         context_rank: Index of the context rank, from 0.
         tensor: Tensor-parallel size.
         rows: Each tensor rank's part of the row is padded to a multiple of this number of tokens.
+        share: True to leave out first tokens that another sequence of the micro-batch has too. Needs a single context
+            rank. Left-out tokens predict no counted token.
     """
-    padded = padded_lengths(batch.lengths, context, tensor, rows)
+    shared = shared_prefixes(batch) if share else []
+    left_out = torch.zeros(len(batch), dtype=torch.int64)
+    for prefix in shared:
+        left_out[prefix.sequence] = prefix.tokens
+    padded = padded_lengths(batch.lengths - left_out, context, tensor, rows)
     starts, total = padded.cumsum(0) - padded, int(padded.sum())
     read, predicted = torch.full((2, total), -1)
     """For each position of the whole row, the index of the input token and of the predicted token; -1 for none."""
-    places = ragged_arange(starts[: len(batch)], batch.lengths)
-    read[places] = torch.arange(len(batch.tokens))
+    places = ragged_arange(starts[: len(batch)], batch.lengths - left_out)
+    inputs = ragged_arange(batch.starts + left_out, batch.lengths - left_out)
+    read[places] = inputs
     predicts = torch.ones(len(batch.tokens), dtype=torch.bool)
     predicts[batch.lengths.cumsum(0)[batch.lengths > 0] - 1] = False
-    predicted[places[predicts]] = predicts.nonzero()[:, 0] + 1
+    predicts = predicts[inputs]
+    predicted[places[predicts]] = inputs[predicts] + 1
 
     local = _zigzag(starts, padded, context, context_rank)
     sources = {"input": read[local], "target": predicted[local]}
@@ -143,7 +185,8 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
 
     answer, answers = batch.answers()
     tokens = batch.tokens.long()
-    row = _packed_row(starts, padded, local, context)
+    keys = _shared_keys(batch, shared, padded, places, inputs) if shared else None
+    row = _packed_row(starts, padded, local, context, left_out, keys)
     assert row.position_L is not None
     return MicroBatch(
         tokens=picked(tokens, "input")[None],
@@ -158,7 +201,7 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
     )
 
 
-def _on_device(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
+def _on_device(record: MicroBatch | PackedRow | RowRoutes | SharedKeys, device: torch.device) -> dict[str, Any]:
     """Returns the tensor fields of a record on a device.
 
     A tensor shared by several fields stays shared: if padded bounds and bounds are one tensor, Transformer Engine knows
@@ -206,14 +249,20 @@ def grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
     return x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x).view(rows, width, *x.shape[1:])
 
 
-def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> PackedRow:
-    """Returns the description of the whole row and of this rank's positions `local`."""
+def _packed_row(
+    starts: Tensor, padded: Tensor, local: Tensor, context: int, left_out: Tensor, keys: SharedKeys | None
+) -> PackedRow:
+    """Returns the description of the whole row and of this rank's positions `local`; `left_out` has the number of
+    left-out first tokens of each sequence."""
     bounds = torch.cat([starts, padded.sum()[None]]).int()
-    longest = int(padded.max())
+    first = torch.nn.functional.pad(left_out, (0, len(padded) - len(left_out)))  # 0 for a sequence of padding
+    longest = int((padded + first).max())
     sequence = torch.arange(len(padded)).repeat_interleave(padded)
     order = None
     if context > 1:
         order = torch.cat([_zigzag(starts, padded, context, rank) for rank in range(context)]).argsort()
+    if keys is not None:
+        bounds = bounds[[0, -1]]
     return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -223,10 +272,36 @@ def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         sequence_L=sequence[local],
-        position_L=local - starts[sequence[local]],
+        position_L=local - (starts - first)[sequence[local]],
         global_L=order,
         sequences=len(padded),
+        keys=keys,
     )
+
+
+def _shared_keys(
+    batch: Sequences, shared: list[SharedPrefix], padded: Tensor, places: Tensor, inputs: Tensor
+) -> SharedKeys:
+    """Returns the keys of a whole row with shared prefixes.
+
+    Args:
+        batch: The micro-batch.
+        shared: The prefixes, each after the prefix of its source.
+        padded: int64 [N] or [N + 1]: own tokens of each sequence, a sequence of padding included.
+        places, inputs: int64 [L] each: positions of tokens in the row, and their indices in the flat `batch`.
+    """
+    place = torch.zeros(len(batch.tokens), dtype=torch.int64)
+    """Position in the row of each token of the batch, or of the same token of another sequence."""
+    place[inputs] = places
+    starts = batch.starts.tolist()
+    for sequence, source, tokens in shared:
+        first, other = starts[sequence], starts[source]
+        place[first : first + tokens] = place[other : other + tokens]
+    padding = padded[len(batch) :]
+    total, tail = int(padded.sum()), int(padding.sum())
+    lengths = torch.cat([batch.lengths, padding])
+    bounds_q, bounds_k = (torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (padded, lengths))
+    return SharedKeys(torch.cat([place, torch.arange(total - tail, total)]), bounds_q, bounds_k, int(padded.max()))
 
 
 def _zigzag(starts: Tensor, padded: Tensor, context: int, rank: int) -> Tensor:

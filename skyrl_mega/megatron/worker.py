@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from skyrl_mega.common.limits import OPTIMIZER_PIECE
-from skyrl_mega.config.derived import logit_chunk, overlaps
+from skyrl_mega.config.derived import logit_chunk, overlaps, shares_prefixes
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
@@ -531,6 +531,7 @@ class ModelWorker:
             context_rank=mpu.get_context_parallel_rank(),
             tensor=self.parallel.tensor,
             rows=row_multiple(self.policy.precision, self.spec),
+            share=shares_prefixes(self.policy, self.parallel.context),
         )
         if self.replay:
             self.replay.prepare(micro, packed)

@@ -9,7 +9,7 @@ blocks are `saved_bytes` and `gradient_bytes` (`models/blocks/`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
@@ -38,6 +38,8 @@ class LongestRow:
     """Tokens on one context rank."""
     count: int
     """Number of micro-batches per optimizer step on each data-parallel rank."""
+    repeated_keys: float = 0.0
+    """See `Work.repeated_keys`."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def activations(
         spec, fused: Implementation of the layers, and active subset of `policy.fusions`.
     """
     kinds = _kinds(decoder, parallel, pp)
-    usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
-    worst = Work(parallel, row.tokens, itemsize, HOTTEST, spec, fused)
+    usual = replace(Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused), repeated_keys=row.repeated_keys)
+    worst = replace(usual, imbalance=HOTTEST)
     largest = max(_saved(kind, worst) for kind, _ in kinds)
     boundary = row.tokens // parallel.tensor * decoder.hidden * itemsize
     if recompute == "full":
@@ -204,7 +206,8 @@ def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int,
     backward = max(
         table * 8 + weight * 4, table * (4 + itemsize) + weight * (4 + itemsize), weight * (4 + 2 * itemsize)
     )
-    return max(backward, table * 16), table * 16
+    # A micro-batch with a single chunk of counted tokens, however long its row, keeps that chunk's logits.
+    return table * 4 + max(backward, table * 16), table * 16
 
 
 def _chunks(decoder: Decoder, parallel: ParallelDims, pp: int) -> list[range]:

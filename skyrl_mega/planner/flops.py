@@ -20,6 +20,8 @@ from skyrl_mega.models.decoder import Decoder
 BACKWARD = 3
 """Cost of an optimizer step, in forward passes: the backward pass takes two products per product of the forward
 pass."""
+SMALL = 8
+"""The budget of tokens divided by this number: a smaller micro-batch takes about as long as one of this size."""
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,8 @@ def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSiz
     """Estimates the model FLOPs utilisation (0 to 1) of the train phase: operations without recomputation, over the
     peak `cluster.rates.tflops` of all policy ranks. `parallel` is the policy's grid, `sizes` are the sizes of a step
     (`batch.batch`). Raises UserError if the advantage estimator cannot be found."""
-    load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
+    sequence = PassWork.of([sizes.mean], sizes.generated) + PassWork.of([sizes.shared.left_out], 0) * -1
+    load = sequence * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
 
@@ -339,12 +340,13 @@ def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes:
     rates, size = config.cluster.rates, itemsize(config)
     speed = rates.tflops * 1e12 * rates.tflops_share
     work = flops(decoder)
-    tokens = sizes.sequences * sizes.mean
+    own = sizes.mean - sizes.shared.left_out
+    tokens = sizes.sequences * own
     count = sizes.usual * sizes.mini_batches
     per_rank = (tokens / parallel.data + count * sizes.padding) / parallel.context
     # All stages wait for the slowest; of equal stages the last one, because of the head.
-    body = work.layers + work.attending(sizes.mean) / sizes.mean
-    head = work.head * sizes.generated / sizes.mean  # only for the loss's tokens
+    body = work.layers + (work.attending(sizes.mean) - work.attending(sizes.shared.left_out)) / own
+    head = work.head * sizes.generated / own  # only for the loss's tokens
     stage_sizes = parallel.stage_sizes(decoder.layers)
     slowest = max(
         body * n / decoder.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(stage_sizes)

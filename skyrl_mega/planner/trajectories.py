@@ -25,6 +25,8 @@ class Trajectories:
     """Mean seconds in the environment."""
     signal: float = SIGNAL_SHARE
     """Share of groups with different rewards, for dynamic sampling."""
+    prompt: float | None = None
+    """Mean tokens of a prompt; None if unknown."""
 
     @property
     def mean(self) -> float:
@@ -46,7 +48,9 @@ class Trajectories:
         """Returns new trajectories with all lengths multiplied by `factor`, `read` included, and at most `limit` tokens
         of the policy each; seconds of environments stay."""
         sample = tuple((min(limit, tokens * factor), seconds) for tokens, seconds in self.sample)
-        return replace(self, read=self.read * factor, written=min(limit, self.written * factor), sample=sample)
+        prompt = None if self.prompt is None else self.prompt * factor
+        written = min(limit, self.written * factor)
+        return replace(self, read=self.read * factor, written=written, sample=sample, prompt=prompt)
 
     def with_slower_environments(self, factor: float) -> Trajectories:
         """Returns new trajectories with all seconds of environments multiplied by `factor`."""
@@ -73,7 +77,7 @@ def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Traj
     `like`. `parallel` is the policy's grid. Raises ValueError if `policy.micro_tokens` is not decided."""
     limits = assumed(_with_share(config, 1.0), parallel)
     sample = tuple((limits.written, seconds) for _, seconds in like.sample)
-    return replace(like, read=limits.read, written=limits.written, sample=sample)
+    return replace(like, read=limits.read, written=limits.written, sample=sample, prompt=None)
 
 
 def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
@@ -89,7 +93,7 @@ def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories)
     these trajectories: `generated` is `trajectories.written`. `parallel` is the policy's grid. Raises ValueError if
     `policy.micro_tokens` is not decided."""
     config = with_lengths(config, parallel, trajectories.mean)
-    return config, replace(batch(config, parallel), generated=trajectories.written)
+    return config, replace(batch(config, parallel, trajectories.prompt), generated=trajectories.written)
 
 
 def _with_share(config: Config, share: float) -> Config:

@@ -187,6 +187,11 @@ class Recorded:
         return Length(*(value / len(self.trajectories) for value in sums))
 
     @property
+    def prompt(self) -> float:
+        """Average tokens read before the first answer."""
+        return sum(trajectory[0].read for trajectory in self.trajectories) / len(self.trajectories)
+
+    @property
     def environment_s(self) -> float:
         """Average seconds in the environment per trajectory."""
         return sum(turn.env_s for trajectory in self.trajectories for turn in trajectory) / len(self.trajectories)

@@ -141,6 +141,9 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
         for mini, learning in zip(minis, split(advantages.learning, minis, by_token=False), strict=True)
     ]
     step.record({"policy/forward_only_fraction": forward_only_fraction(run, minis, trainable)})
+    if policy.share_prefixes:
+        left_out = sum(int(run.policy.left_out(index).sum()) for index in range(len(minis)))
+        step.record({"policy/shared_fraction": left_out / max(1, sum(int(mini.lengths.sum()) for mini in minis))})
     order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
         updates = run_optimizer_steps(run, step, minis, order, trainable, importance_means)
@@ -168,17 +171,17 @@ def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
     if pass_needed(algorithm, len(minis) * run.config.data.epochs_per_step):
         entropy, squares = (name if name in needed else None for name in ("old_entropy", "old_squares"))
         run.policy.keep_logprobs("old_logprobs", temperature=run.temperature, entropy=entropy, squares=squares)
-        count_logprob_flops(step, minis)
+        count_logprob_flops(run, step, minis)
     if run.reference:
         run.reference.keep_logprobs(minis, temperature=run.temperature)
         if run.reference.ranks is None:
-            count_logprob_flops(step, minis)
+            count_logprob_flops(run, step, minis)
 
 
-def count_logprob_flops(step: Step, minis: Sequence[Samples]) -> None:
+def count_logprob_flops(run: Run, step: Step, minis: Sequence[Samples]) -> None:
     """Adds a forward pass over these mini-batches to the work of the phase `logprobs` in `step.loads`."""
-    for mini in minis:
-        step.add_load("logprobs", forward_load(mini))
+    for index, mini in enumerate(minis):
+        step.add_load("logprobs", forward_load(mini, run.policy.left_out(index)))
 
 
 def run_optimizer_steps(
@@ -210,17 +213,20 @@ def run_optimizer_steps(
         figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=importance_means[index])
         update = run.policy.train if trainable[index] else run.policy.measure
         metrics.append(update(index, temperature=run.temperature, loss=loss, figures=figures))
-        count_training_flops(step, minis[index], run.policy.forward_only(index), trained=trainable[index])
+        count_training_flops(run, step, minis[index], index, trained=trainable[index])
     return metrics
 
 
-def count_training_flops(step: Step, mini: Samples, forward_only: Tensor, *, trained: bool) -> None:
-    """Adds the work of an optimizer step, or only of the forward pass of a mini-batch that is not `trained`, to the
-    phase `train` in `step.loads`. The samples with the indices `forward_only` take no backward pass."""
-    step.add_load("train", forward_load(mini))
+def count_training_flops(run: Run, step: Step, mini: Samples, index: int, *, trained: bool) -> None:
+    """Adds the work of an optimizer step on mini-batch number `index`, or only of its forward pass if it is not
+    `trained`, to the phase `train` in `step.loads`. Some samples may take no backward pass
+    (`TrainGroup.forward_only`)."""
+    left_out = run.policy.left_out(index)
+    step.add_load("train", forward_load(mini, left_out))
     if trained:
-        learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, forward_only, False)
-        step.add_load("train", forward_load(mini.take(learning.nonzero()[:, 0])), BACKWARD - 1)
+        learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, run.policy.forward_only(index), False)
+        rows = learning.nonzero()[:, 0]
+        step.add_load("train", forward_load(mini.take(rows), left_out[rows]), BACKWARD - 1)
 
 
 def forward_only_fraction(run: Run, minis: Sequence[Samples], trainable: Sequence[bool]) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from skyrl_mega.batch.samples import Samples
 from skyrl_mega.config.derived import engine_count, engine_data, policy_ranks
 from skyrl_mega.config.pools import engine_cluster
@@ -21,9 +23,15 @@ Steps = Mapping[int, int]
 """Tokens per iteration → number of iterations of an engine worker."""
 
 
-def forward_load(mini: Samples) -> PassWork:
-    """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
-    return PassWork.of(mini.lengths.tolist(), float(mini.counts.sum()))
+def forward_load(mini: Samples, left_out: Tensor) -> PassWork:
+    """Returns the work of a forward pass over a mini-batch: the real tokens, without padding.
+
+    Args:
+        mini: The mini-batch.
+        left_out: int64 [S]: first tokens of each sample computed with another sample (`TrainGroup.left_out`).
+    """
+    elsewhere = PassWork.of(left_out[left_out > 0].tolist(), 0)
+    return PassWork.of(mini.lengths.tolist(), float(mini.counts.sum())) + elsewhere * -1
 
 
 def training_speed(

@@ -15,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyrl_mega.algorithms.losses import LossInputs, find
 from skyrl_mega.batch.make_batch import Batch
+from skyrl_mega.batch.samples import common_tokens, samples_of
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.config.schema.losses import GspoConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack
+from skyrl_mega.megatron.shared_prefixes import common_with_previous
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Sequences
@@ -231,6 +233,23 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
             merged = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "merged")
             assert merged.tokens["mask"].sum() == sum(t.mask)
             assert len(merged.tokens) == sum(step.kind is Kind.PROMPT for step in t.steps)
+
+
+@pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
+@pytest.mark.parametrize("env", ["talk", "rewriting"])
+def test_the_driver_knows_first_tokens_in_common(characters_chat: Renderer, env: str, step_wise: str) -> None:
+    """Compares with the tokens, which also have a few letters in common by chance. Between trajectories with rewrites
+    the driver knows nothing, because their adjacent samples are of different conversations."""
+    batch = batch_of(played(characters_chat, env).groups, AlgorithmConfig(), step_wise)
+    (mini,) = mini_batches(batch, GROUPS, AlgorithmConfig())
+    known, found = batch.refs.common, common_with_previous(mini)
+    assert (known <= found).all() and (env == "rewriting" or known.sum() > 0.8 * found.sum() > 0)
+    groups = played(characters_chat, env).groups
+    groups[0].trajectories[1].steps[0].end += 1  # a prompt of its own
+    changed = common_tokens(groups, [samples_of(t, step_wise) for g in groups for t in g.trajectories])
+    assert changed[int(batch.samples[0])] == 0
+    some = torch.tensor([0, 1, 3, 4, 2])
+    assert batch.refs.take(some).common.tolist() == [0, known[1], 0, known[4], 0]
 
 
 def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Renderer) -> None:

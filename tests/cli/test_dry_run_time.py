@@ -72,6 +72,23 @@ def test_options_are_those_of_the_simulation(capsys: pytest.CaptureFixture[str],
     assert parquet.read_steps(tmp_path / "trajectories" / "step_000001.parquet")
 
 
+def test_shared_prompts_are_noted_and_their_length_may_be_a_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def shared(*words: str) -> tuple[float, str]:
+        v = values(capsys, "policy.share_prefixes=true", *words)
+        return v["seconds"]["train"], next(note for note in v["notes"] if note.startswith("policy.share_prefixes: "))
+
+    assert not any("share_prefixes" in note for note in values(capsys)["notes"])
+    _, note = shared("policy.micro_tokens=1")
+    assert "sharing saves nothing here" in note and note.endswith("or share_prefixes=false")
+    longer, shorter = (shared(f"rollout.max_prompt_tokens={n}", "policy.micro_tokens=32768") for n in (400, 100))
+    assert longer[0] != shorter[0] and "assumed from rollout.max_prompt_tokens" in longer[1]
+    run = str(recorded(tmp_path))
+    like = [shared("--like", run, f"rollout.max_prompt_tokens={n}", "policy.micro_tokens=32768") for n in (400, 100)]
+    assert like[0] == like[1] and "for prompts of 3 tokens (as recorded)" in like[0][1]
+
+
 def test_seconds_of_environments_leave_assumed_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     plain, v = values(capsys), values(capsys, "--environment", "5")
     assert v["time"]["trajectories"]["lengths"] == "assumed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cli.layout_checks import CUT_SHARED, check_engine
+from skyrl_mega.cli.layout_checks import CUT_SHARED, check_engine, check_layouts
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import Config, RolloutConfig
@@ -116,3 +116,12 @@ def test_replicas_with_whole_shared_experts_need_an_exchange_that_keeps_them_who
     check_engine(Config(rollout=rollout), known("Qwen3-30B-A3B"))
     rollout.options["all2all_backend"] = "deepep_low_latency"
     check_engine(Config(rollout=rollout), known("DeepSeek-V3"))
+
+
+def test_models_that_read_a_sequence_from_its_first_token_share_no_prefixes() -> None:
+    config = Config(rollout=RolloutConfig(max_length=1024))
+    config.policy.share_prefixes = True
+    for model, why in (("DeepSeek-V3", "multi-head latent attention"), ("Qwen3.5-35B-A3B", "gated delta nets")):
+        with pytest.raises(UserError, match=rf"^policy.share_prefixes = true: .*{why}.*; give false$"):
+            check_layouts(config, known(model))
+    check_layouts(config, known("Qwen3-30B-A3B"))

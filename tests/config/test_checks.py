@@ -333,6 +333,19 @@ WRONG = [
         "residency.keep = [kv_cache, kv_cache]: kv_cache is listed twice; give it once",
     ),
     ("residency.keep=[critic]", "residency.keep = [critic]: algorithm.advantage=grpo has no critic; leave critic out"),
+    (
+        "policy.share_prefixes=true policy.layout.context=2",
+        "policy.share_prefixes = true: context ranks (2) hold parts of every sequence; give false, or "
+        "policy.layout.context=1",
+    ),
+    (
+        "policy.share_prefixes=true policy.moe.aux_loss=0.01",
+        "policy.share_prefixes = true: policy.moe.aux_loss=0.01 counts the tokens of every sequence",
+    ),
+    (
+        "policy.share_prefixes=true policy.moe.replay=policy data.mini_batch_prompts=2",
+        "policy.share_prefixes = true: policy.moe.replay=policy needs the routes of every sequence's tokens",
+    ),
     ("policy.head=fused policy.logit_chunk=512", "policy.logit_chunk = 512: policy.head=fused has no logits in memory"),
     ("policy.optimizer.options.optimizer_cpu_offload=true", "the run decides it; use policy.optimizer.streamed"),
     ("policy.optimizer.options.exp_avg_dtype=bf16", "the run decides it; use policy.optimizer.moments"),

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_mega.config.derived import shares_prefixes
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import PolicyConfig
 from tests.cuda import programs
@@ -120,7 +121,8 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any, dtype: str =
     waits.found.clear()
     parallel, at = case.parallel, case.parallel.coordinates(case.rank)
     rows = row_multiple(policy.precision, policy.spec or "te")
-    micro = pack(batch, context=parallel.context, context_rank=at.cp, tensor=parallel.tensor, rows=rows)
+    share = shares_prefixes(policy, parallel.context)
+    micro = pack(batch, context=parallel.context, context_rank=at.cp, tensor=parallel.tensor, rows=rows, share=share)
     hf = json.loads((case.model / "config.json").read_text())
     with CudaAsCpu(), Counted(waits):  # `Counted` marks the tensors that stay on the host
         opened = ModelWorker(hf, policy, parallel, dtype=getattr(torch, dtype), device=layouts.CPU, trainable=False)

@@ -13,11 +13,13 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
-from skyrl_mega.megatron.packing import padded_lengths
+from skyrl_mega.megatron.micro_batches import split_micro_batches
+from skyrl_mega.megatron.packing import pack, padded_lengths
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import in_flight
 from skyrl_mega.planner.batch import batch
+from skyrl_mega.trajectories.sequences import Sequences
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,6 +46,30 @@ def test_micro_batches_are_those_of_the_balancer(
     longest = max(len(micro) * length for rank in dealt for micro in rank)
     assert planned.row.tokens * context >= longest
     assert planned.longest == length
+
+
+@pytest.mark.parametrize(("samples", "budget"), [(8, 1600), (4, 1600), (16, 900)])
+@pytest.mark.parametrize("data", [1, 2])
+def test_shared_prompts_are_those_of_the_packing(samples: int, budget: int, data: int) -> None:
+    """Compares with rows of groups of equal lengths: prompts of 100 tokens, answers of 60."""
+    config, parallel = Config(), ParallelDims(data)
+    config.policy.share_prefixes, config.policy.micro_tokens = True, budget
+    config.data.prompts_per_step, config.data.samples_per_prompt = 16, samples
+    config.rollout.max_prompt_tokens, config.rollout.sampling.max_tokens = 100, 60
+    config.cluster.rates.length_share = 1.0
+    planned = batch(config, parallel)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 1000, 100) for _ in range(16)]
+    mini = Sequences.of([np.concatenate([p, rng.integers(0, 1000, 60)]) for p in prompts for _ in range(samples)])
+    mini["weights"] = torch.tensor([0.0] * 100 + [1.0] * 60).repeat(len(mini))
+    rows = [
+        [pack(mini.take(m), context=1, context_rank=0, tensor=1, share=True).read.numel() for m in micros]
+        for micros in split_micro_batches(mini, parallel, budget, share=True)
+    ]
+    assert sum(map(sum, rows)) == pytest.approx(planned.sequences * (planned.mean - planned.shared.left_out), rel=0.15)
+    assert abs(len(rows[0]) - planned.usual) <= max(1, 0.15 * planned.usual)
+    config.policy.share_prefixes = False
+    assert batch(config, parallel).shared.left_out == 0 < planned.shared.left_out
 
 
 @pytest.mark.parametrize("recipe", ["model", "fp8_current", "fp8_blockwise"])

@@ -56,4 +56,5 @@ def samples_of_tokens(tokens: Sequence[Sequence[int]]) -> module.Samples:
         stored = Sequences.of([one])
         stored["mask"] = torch.ones(len(one), dtype=torch.int8)
         parts.append(Sample(stored, 0, 0, len(one)))
-    return Samples(parts, torch.tensor([len(one) for one in tokens]), {"weights": torch.ones(len(tokens))})
+    counts, common = torch.tensor([len(one) for one in tokens]), torch.zeros(len(tokens), dtype=torch.int64)
+    return Samples(parts, counts, common, {"weights": torch.ones(len(tokens))})

@@ -42,6 +42,10 @@ class Notes:
         """Returns the samples without a gradient, as if every split were worth it."""
         return torch.zeros(0).long() if self.silent is None else self.silent[mini].nonzero()[:, 0]
 
+    def left_out(self, mini: int) -> torch.Tensor:
+        """Returns a token for every sample."""
+        return torch.ones_like(self.lengths[mini])
+
     @property
     def tokens(self) -> list[int]:
         return [int(lengths.sum()) for lengths in self.lengths]
@@ -195,6 +199,16 @@ def test_samples_without_a_gradient_are_named_before_ranks_get_them(
     train_on(run, step, [group(1.0, 1.0), group(1.0, 0.0), failed])
     assert (None if policy.silent is None else [part.tolist() for part in policy.silent]) == silent
     assert step.metrics["policy/forward_only_fraction"] == pytest.approx(share)
+
+
+def test_shared_tokens_count_once_in_work_and_are_a_metric() -> None:
+    config, step = Config(), Step(1, Console())
+    config.policy.share_prefixes = True
+    run: Any = SimpleNamespace(config=config, policy=Notes(), reference=None, critic=None, temperature=1.0)
+    run.entropy = EntropyCoefficient(config.algorithm.entropy)
+    train_on(run, step, [group(1.0, 0.0)])
+    assert step.metrics["policy/shared_fraction"] == pytest.approx(2 / run.policy.tokens[0])
+    assert step.loads["train"].tokens == 3 * (run.policy.tokens[0] - 2)
 
 
 def test_a_step_without_any_signal_only_measures() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
-from skyrl_mega.planner.flops import PassWork
+from skyrl_mega.planner.flops import PassWork, causal_pairs, flops
 from skyrl_mega.trainer.speed import decoding_speed, forward_load, tokens_and_attention, training_speed
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 from tests.support.batches import samples_of_tokens
@@ -65,7 +66,12 @@ def test_a_cpus_peak_is_not_known() -> None:
 def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
     mini = samples_of_tokens([[1] * 4, [2] * 3])
     mini.counts = torch.tensor([2, 2])
-    assert forward_load(mini) == PassWork({4: 1, 3: 1}, 4)
+    assert forward_load(mini, torch.tensor([0, 0])) == PassWork({4: 1, 3: 1}, 4)
+    shared = forward_load(mini, torch.tensor([0, 2]))
+    assert shared.tokens == 5 and shared.logprob_tokens == 4
+    # The third token of the second sequence attends to three tokens.
+    per_token = replace(flops(MODEL), layers=0.0, head=0.0, attention=1.0, windows=())
+    assert per_token.forward(shared) == causal_pairs(4) + 3
 
 
 def trajectory() -> Trajectory:

@@ -70,10 +70,12 @@ def check_speed(c: Config) -> Refusals:
 
     Refuses `fusions` listed twice or without Transformer Engine's layers, and fusion `router` with replayed routes
     or an auxiliary loss; `recompute=selective` without these layers; `offload_layers` with full recomputation;
-    `moe.dispatcher=deepep` without these layers or in another type than bfloat16; `logit_chunk` with `head=fused`.
+    `moe.dispatcher=deepep` without these layers or in another type than bfloat16; `logit_chunk` with `head=fused`;
+    `share_prefixes` with context parallelism, an auxiliary loss, or routes replayed from the policy.
     """
     p, local, default = c.policy, _no_transformer_engine(c), PolicyConfig().logit_chunk
     yield from _fusion_refusals(c, local)
+    yield from _shared_prefix_refusals(p)
     # megatron-core 0.16 recomputes norms and activations with Transformer Engine's functions, and crashes without them.
     if p.recompute == "selective" and local:
         yield (
@@ -112,6 +114,20 @@ def _fusion_refusals(c: Config, local: str) -> Refusals:
         needs = f"policy.moe.replay={moe.replay}" if moe.replay != "off" else f"policy.moe.aux_loss={moe.aux_loss:g}"
         why = f"a fused router chooses by itself, and {needs} needs megatron-core's own"
         yield "policy.fusions", why, "take router out of the list, or give null, which then leaves router out"
+
+
+def _shared_prefix_refusals(p: PolicyConfig) -> Refusals:
+    if not p.share_prefixes:
+        return
+    if p.layout.context > 1:
+        why = f"context ranks ({p.layout.context}) hold parts of every sequence"
+        yield "policy.share_prefixes", why, "give false, or policy.layout.context=1"
+    if p.moe.aux_loss:
+        why = f"policy.moe.aux_loss={p.moe.aux_loss:g} counts the tokens of every sequence"
+        yield "policy.share_prefixes", why, "give false, or policy.moe.aux_loss=0"
+    if p.moe.replay == "policy":
+        why = "policy.moe.replay=policy needs the routes of every sequence's tokens"
+        yield "policy.share_prefixes", why, "give false, or policy.moe.replay=rollout"
 
 
 def _no_transformer_engine(c: Config) -> str:

@@ -150,12 +150,18 @@ class PolicyConfig:
     """Token budget per packed micro-batch and rank (a longer sequence gets a separate micro-batch). null: the largest
     of 4096, 8192, 16384 and 32768 (on a CPU: 4096 and 8192) to fit by the dry run; a resumed run keeps the previous
     value."""
+    share_prefixes: bool = False
+    """Computes first tokens that several sequences of a micro-batch have in common only once: the prompt of a group's
+    samples, and the earlier turns of samples with `rollout.step_wise=turns`. Log-probs and gradients change by rounding
+    only. Attention of `te` layers then uses torch's kernel for sequences of different lengths. Not possible with
+    context parallelism, latent attention or gated delta nets, `moe.aux_loss`, or `moe.replay=policy`."""
     head: str = one_of("auto", "fused", "chunked")
     """Computation of log-probs and entropy from the last hidden states. fused: a single kernel for output projection
     and softmax, without logits in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: computes
     the logits of `logit_chunk` tokens at a time. auto: fused on CUDA, chunked on a CPU."""
     logit_chunk: int = at_least(1, 1024)
-    """Number of tokens whose logits are in memory at the same time, in the chunked head."""
+    """Number of tokens whose logits are in memory at the same time, in the chunked head. A micro-batch with no more
+    tokens in the loss keeps its logits for the backward pass; others compute theirs again."""
     recompute: str = one_of("none", "selective", "moe", "full", former={True: "full", False: "none"})
     """Activations recomputed in the backward pass instead of stored, in order of decreasing memory. none: nothing.
     selective: cheap operations of `te` layers only, norms and the experts' activation function. moe: the MoE part of

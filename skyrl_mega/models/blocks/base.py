@@ -162,6 +162,9 @@ class Work:
     spec: Spec = "local"
     fused: frozenset[str] = frozenset()
     """Active entries of `policy.fusions` (`config.derived.fused`)."""
+    repeated_keys: float = 0.0
+    """Tokens per token of the micro-batch whose keys and values attention repeats for other sequences
+    (`policy.share_prefixes`)."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,10 @@ class Block(Protocol):
         engines. Does nothing for a tested block."""
 
     # --- vLLM ---
+
+    def check_shared_prefixes(self, key: str) -> None:
+        """Raises UserError if the policy cannot compute common first tokens of sequences once. `key` is the setting
+        that asks for it."""
 
     def engine_float32(self, source: str) -> Sequence[str]:
         """Returns the names of an engine worker's parameters that vLLM keeps in float32 in a model of any dtype; by

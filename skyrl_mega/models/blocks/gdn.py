@@ -122,6 +122,14 @@ class GatedDeltaNet(Block):
     def check_fp8(self, key: str) -> None:
         raise without_fp8("FP8 has not been tested with a gated delta net", key)
 
+    def check_shared_prefixes(self, key: str) -> None:
+        raise UserError(
+            "the model has gated delta nets, which read a sequence from its first token",
+            key=key,
+            value="true",
+            fix="give false",
+        )
+
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Adds a policy rank's parameters to `b`, with their pieces. The rows of in_proj are those of the rank's heads:
         queries, keys, values, gates, β, decay. The convolution has queries, keys and values."""

@@ -291,9 +291,9 @@ class GroupedQueryAttention(Block):
         gate the gated result and the gate's sigmoid in float32.
 
         With an all-to-all of context ranks, the output is kept before and after the exchange. Without it, context ranks
-        with sinks or a window keep the keys and values of the whole row. With `policy.spec=local`, keys and values are
-        views of the fused projection, so the whole projection is kept. Transformer Engine copies values, and copies the
-        queries and keys read by a norm.
+        with sinks or a window keep the keys and values of the whole row. With shared prefixes the keys and values of
+        every whole sequence are kept. With `policy.spec=local`, keys and values are views of the fused projection, so
+        the whole projection is kept. Transformer Engine copies values, and copies the queries and keys read by a norm.
         """
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
@@ -308,6 +308,8 @@ class GroupedQueryAttention(Block):
         results = 2 * q if work.parallel.by_heads else q
         if work.parallel.context > 1 and not work.parallel.by_heads and (self.sinks or self.window):
             results += 2 * v * work.parallel.context  # `PackedAttention` keeps keys and values of the whole row
+        if work.repeated_keys:
+            results += 2 * v * (1 + work.repeated_keys)  # gathered for every sequence
         if self.output_gate:
             results += q * (1 + 4 / b)  # the gated result, and the gate's sigmoid in float32
         attention = tokens * b * (normed + (q + v) + results + rotation)

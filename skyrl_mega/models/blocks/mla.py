@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
     Block,
     Cut,
@@ -157,6 +158,14 @@ class LatentAttention(Block):
 
     def check_fp8(self, key: str) -> None:
         raise without_fp8("FP8 has not been tested with multi-head latent attention", key)
+
+    def check_shared_prefixes(self, key: str) -> None:
+        raise UserError(
+            "the model has multi-head latent attention, with which it has not been tested",
+            key=key,
+            value="true",
+            fix="give false",
+        )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Adds a policy rank's parameters to `b`, with their pieces: the norms and down-projections whole, and the
