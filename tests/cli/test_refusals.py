@@ -24,7 +24,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     (
         "logits of a whole row",
         "policy.head=chunked policy.logit_chunk=65536 policy.micro_tokens=65536",
-        ["logits", "policy.logit_chunk=16384"],
+        ["logits", "policy.logit_chunk=8192"],
     ),
     (
         "a model that is too large",
