@@ -14,6 +14,7 @@ from skyrl_mega.megatron import cpu, packed_attention
 from skyrl_mega.megatron.packing import pack
 from tests.cuda.test_policy_fake import one_by_one
 from tests.megatron import layouts
+from tests.megatron.test_shared_prefixes import groups_batch
 from tests.support.ranks import run_ranks
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -23,14 +24,19 @@ LATENT = (HEADS, 5, 0.6)
 """As `GROUPED`, for latent attention with YaRN: narrower values, and a scale of its own."""
 
 
-def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float], by_heads: bool) -> Any:
-    """Returns outputs and gradients of the grid and of the kernel, on a context rank."""
+def both_ways(
+    rank: int, address: str, ranks: int, kind: tuple[int, int, float], by_heads: bool, share: bool = False
+) -> Any:
+    """Returns outputs and gradients of the grid and of the kernel, on a context rank; with `share` for a row with
+    shared prefixes."""
     groups, values, scale = kind
     cpu.stand_in()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1).row
+    batch = groups_batch() if share else layouts.some_batch(100)
+    row = pack(batch, context=ranks, context_rank=rank, tensor=1, share=share).row
+    assert (row.keys is not None) == share
     attention = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.context, attention.scale, attention.by_heads = dist.group.WORLD, scale, by_heads
@@ -70,3 +76,10 @@ def test_the_kernel_is_given_what_makes_it_the_grid(context: int, kind: tuple[in
     for grid, kernel in run_ranks(context, both_ways, context, kind, by_heads):
         for a, b in zip(grid, kernel, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_the_kernel_reads_the_keys_of_shared_prefixes(kind: tuple[int, int, float]) -> None:
+    ((grid, kernel),) = run_ranks(1, both_ways, 1, kind, False, True)
+    for a, b in zip(grid, kernel, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
