@@ -29,7 +29,8 @@ class Split(NamedTuple):
     forward_only: int
     """Number of micro-batches at the end of each rank's that take a forward pass only; equal on all ranks."""
     left_out: Tensor
-    """int64 [S]: first tokens that each sequence leaves out, because another of its micro-batch has them."""
+    """int64 [S]: number of first tokens that each sequence leaves out, because another sequence of the same micro-batch
+    computes equal tokens."""
 
     @property
     def forward_only_sequences(self) -> Tensor:
@@ -95,7 +96,8 @@ class _Splitter:
     tokens: int
     """Token budget of a micro-batch."""
     common: Tensor
-    """int64 [S]: first tokens that each sequence leaves out if the sequence before it is in the same micro-batch."""
+    """int64 [S]: number of first tokens that each sequence leaves out if the sequence before it is in the same
+    micro-batch."""
 
     @classmethod
     def of(cls, batch: Samples | Sequences, parallel: ParallelDims, tokens: int, share: bool) -> Self:
@@ -152,7 +154,7 @@ class _Splitter:
         return sum(durations) + (self.parallel.pipeline - 1) * max(durations)
 
     def left_out(self, rows: Rows) -> Tensor:
-        """Returns int64 [S]: the first tokens that each sequence leaves out in these micro-batches."""
+        """Returns int64 [S]: the number of first tokens that each sequence leaves out in these micro-batches."""
         left_out = torch.zeros_like(self.common)
         for micro in chain.from_iterable(rows):
             follows = micro[1:][micro[1:] == micro[:-1] + 1]
