@@ -11,14 +11,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import (
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -26,9 +20,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import functional as F
 
 from skyrl_mega.megatron.gated_delta import PackedDeltaNet
+from skyrl_mega.megatron.norms import AllHeadsRMSNorm, RMSNorm
 from skyrl_mega.megatron.packed_attention import PackedAttention
 from skyrl_mega.models.blocks.base import LayerModules
 from skyrl_mega.models.megatron import Spec
@@ -122,50 +116,3 @@ class ExpertRowParallelLinear(RowParallelLinear):
         """Returns the product, in memory of its own, and the layer's bias (None without a bias)."""
         output, bias = super().forward(input_)
         return output.clone(), bias
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467). Under sequence parallelism megatron-core sums the weight's gradient over the tensor
-    group. Arguments as for megatron-core's norms."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x [..., hidden_size], divided by the root of the mean square over the last dimension plus `eps`, and
-        multiplied by the weight; zero-centred (`layernorm_zero_centered_gamma`) by 1 + weight, in float32."""
-        if self.zero_centered:
-            return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-class AllHeadsRMSNorm(torch.nn.Module):
-    """RMSNorm over all heads of a token together (OLMoE, arXiv:2409.02060, section 4.2.4).
-
-    Every tensor rank holds the whole weight [heads · D] and uses the part of its own heads; megatron-core sums the
-    gradients of query and key norms over the tensor group. The sum of squares is over all ranks' heads.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **_: Any) -> None:
-        super().__init__()
-        self.eps, self.width = eps, heads * hidden_size
-        self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x [..., local heads, D], divided by the root of the mean square (plus `eps`) over all heads of all
-        tensor ranks, and multiplied by this rank's part of the weight. A collective of the tensor ranks if the heads
-        are split."""
-        flat = x.flatten(-2).float()
-        local = flat.shape[-1]
-        squares = flat.square().sum(-1, keepdim=True)
-        weight: Tensor = self.weight
-        if local < self.width:
-            # Each rank's result depends on the sum, so the sum's gradient is a sum over ranks as well.
-            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-            weight = weight.narrow(0, mpu.get_tensor_model_parallel_rank() * local, local)
-        normed = flat * torch.rsqrt(squares / self.width + self.eps)
-        return (normed.to(x.dtype) * weight).view_as(x)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -30,6 +31,7 @@ from skyrl_mega.megatron.gated_delta import PackedDeltaNet
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.packing import PackedRow
 from skyrl_mega.megatron.precision import transformer_settings
+from skyrl_mega.megatron.rotation import Rotation
 from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
@@ -39,13 +41,28 @@ T = TypeVar("T")
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel with hidden states as output of the last stage; `megatron.heads` applies the head. Rotates the queries
-    and keys of a row with shared prefixes by the tokens' positions."""
+    """A GPTModel with hidden states as output of the last stage; `megatron.heads` applies the head.
+
+    Args:
+        args: Arguments of megatron-core's GPTModel, like `kwargs`.
+        rotates: True if all attention layers are `PackedAttention` and rotate queries and keys (`PackedRow.rotation`).
+    """
+
+    def __init__(self, *args: Any, rotates: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotates = rotates
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> tuple[Any, ...]:
-        hidden, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params.keys is not None and angles is not None:
-            angles = angles[packed_seq_params.position_L]
+        row = packed_seq_params
+        hidden, angles, *rest = super()._preprocess(*args, packed_seq_params=row, **kwargs)
+        if angles is None or row.position_L is None:
+            return hidden, angles, *rest
+        if self.rotates:
+            scale = _yarn_get_concentration_factor_from_config(self.config)
+            row.rotation = Rotation.of(angles, row.position_L, scale, self.config.params_dtype)
+            angles = None
+        elif row.keys is not None:
+            angles = angles[row.position_L]  # megatron-core takes the row for one sequence
         return hidden, angles, *rest
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -284,6 +301,7 @@ def build_model(
             post_process=last,
             parallel_output=True,
             vp_stage=vp,
+            rotates=spec == "local" and not config.multi_latent_attention,
             **gpt,
         ).to(device)
         mark_experts(chunk)

@@ -89,6 +89,8 @@ class PackedAttention(MegatronModule):
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
+        if row.rotation is not None:
+            query, key = row.rotation(query), row.rotation(key)
         sinks: Tensor | None = self.softmax_offset
         if row.global_L is not None and self.by_heads:
             query, key, value = heads_of_whole_row((query, key, value), row.global_L, self.context)
@@ -110,8 +112,6 @@ class PackedAttention(MegatronModule):
             key, value = (t.index_select(0, row.keys.index_K) for t in (key, value))
         if _can_use_varlen(query, sinks is not None or self.window is not None):
             return self._varlen(query, key, value, row, sinks)
-        grouped = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
         longest = row.max_seqlen_q
         if row.global_L is None:
             slot = slot_k = row.sequence_L * longest + row.position_L
@@ -141,9 +141,13 @@ class PackedAttention(MegatronModule):
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns [N, H, Q, E] for a grid of queries [N, H, Q, D] at positions `at` [N or 1, 1, Q, 1], keys
-        [N, H, S, D] at positions 0 … S - 1, and values [N, H, S, E]."""
+        [N, G, S, D] at positions 0 … S - 1, and values [N, G, S, E]."""
+        shared_by = query.shape[1] // key.shape[1]
+        if query.is_cuda and shared_by > 1:  # in float32, torch's fused kernels for CUDA know no groups of heads
+            key, value = (t.repeat_interleave(shared_by, dim=1) for t in (key, value))
+        options: dict[str, Any] = {"scale": self.scale, "enable_gqa": key.shape[1] < query.shape[1]}
         if sinks is None and self.window is None and query.shape[2] == key.shape[2]:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
         keys = torch.arange(key.shape[2], device=key.device)
         mask = keys <= at
         if self.window is not None:
@@ -154,7 +158,7 @@ class PackedAttention(MegatronModule):
             bias = query.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
             shape = (len(mask), query.shape[1], query.shape[2])
             mask = torch.cat([bias.expand(*shape, -1), sinks.to(query.dtype).view(1, -1, 1, 1).expand(*shape, 1)], -1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, sinks: Tensor | None) -> Tensor:
         """Computes `forward` with torch's kernel: query [L, H, D], key [T, G, D] and value [T, G, E] of the row, and
@@ -222,4 +226,4 @@ def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
 
 def _ungrid(x: Tensor, slot: Tensor) -> Tensor:
     """Copies a grid [rows, H, width, D] back to [tokens, H·D]."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3])[slot]
+    return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3]).index_select(0, slot)

@@ -21,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from skyrl_mega.megatron.rotation import Rotation
 from skyrl_mega.megatron.shared_prefixes import SharedPrefix, shared_prefixes
 from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences, ragged_arange
 
@@ -87,6 +88,9 @@ class PackedRow(PackedSeqParams):
     """Number of sequences in the row, a sequence of padding included."""
     keys: SharedKeys | None = None
     """The keys of a row with shared prefixes; otherwise None."""
+    rotation: Rotation | None = None
+    """Rotation of queries and keys by `PackedAttention`, set by the model in every forward pass; None if megatron-core
+    rotates them."""
     routes: RowRoutes | None = None
     """Routes of a row to replay or record; otherwise None."""
 
