@@ -26,6 +26,7 @@ from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.channel import polling_for_stop
+from skyrl_mega.common.heap import freeze_heap
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.trainer import critic
@@ -54,6 +55,7 @@ def train(run: Run) -> None:
         OSError: A file of the run could not be written.
     """
     function = step_function(run.config)
+    freeze_heap()
     with polling_for_stop():
         run.evaluate_before_training()
         try:
