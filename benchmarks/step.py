@@ -93,7 +93,7 @@ CASES = {
     ),
     "smollm2": Case(
         *("smollm2", 4, 4, 128),
-        settings=(*COMMON, "policy.micro_tokens=2048", "rollout.engines=1", "rollout.threads=2"),
+        settings=(*COMMON, "policy.micro_tokens=1024", "rollout.engines=1", "rollout.threads=2"),
         trl_micro=16,
     ),
 }
