@@ -16,11 +16,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
 
 from skyrl_mega.engines.vllm import scheduler as held
+from skyrl_mega.engines.vllm.cpu_sampler import AHEAD, SeedsAhead, save_work, without_ranks
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.scheduler import HOLD_S, HoldingScheduler
-from skyrl_mega.engines.vllm.seeds import AHEAD, SeedsAhead, draw_ahead
 
 Told = list[tuple[int, float]]
 """Tokens and log-probs of a request."""
@@ -175,9 +176,22 @@ def test_seeds_drawn_ahead_draw_the_same_tokens(mode: Any, cut: tuple[int | None
     assert len(ahead.streams) == len(pairs), "streams of requests that are gone are kept"
 
 
-def test_a_sampler_that_needs_64_bit_noise_stays_as_it_is() -> None:
-    plain, exact = TopKTopPSampler("processed_logprobs"), TopKTopPSampler("processed_logprobs", use_fp64_gumbel=True)
+def test_a_sampler_that_needs_64_bit_noise_draws_its_own_seeds() -> None:
+    plain, exact = Sampler("processed_logprobs"), Sampler("processed_logprobs", use_fp64_gumbel=True)
     for sampler in (plain, exact):
-        draw_ahead(SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=sampler)))
-    assert isinstance(plain.forward, SeedsAhead)
-    assert exact.forward == exact.forward_cpu
+        save_work(SimpleNamespace(sampler=sampler))
+    assert isinstance(plain.topk_topp_sampler.forward, SeedsAhead)
+    assert exact.topk_topp_sampler.forward == exact.topk_topp_sampler.forward_cpu
+
+
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_only_the_ranks_of_sampled_tokens_are_left_out(wanted: int) -> None:
+    logprobs = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    tokens = torch.arange(6) * 5
+    theirs = Sampler.gather_logprobs(logprobs, wanted, tokens)
+    ours = without_ranks(Sampler.gather_logprobs)(logprobs, wanted, tokens)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+    assert ours[2].shape == theirs[2].shape and ours[2].dtype == theirs[2].dtype
+    assert torch.equal(ours[2], theirs[2] if wanted else torch.zeros(6))

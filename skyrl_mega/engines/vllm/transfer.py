@@ -22,11 +22,11 @@ from vllm.distributed.weight_transfer.base import (
 from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm import delivery
 from skyrl_mega.engines.vllm.cache_groups import room
+from skyrl_mega.engines.vllm.cpu_sampler import save_work
 from skyrl_mega.engines.vllm.draft_weights import read_draft_weights
 from skyrl_mega.engines.vllm.drafts import Suppressor
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
-from skyrl_mega.engines.vllm.seeds import draw_ahead
 from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts, ProcessMemory, trim
 from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.hf_checkpoint.index import of_files
@@ -238,9 +238,9 @@ class WorkerExtension:
         memory, steps = self.meters
         return asdict(memory.read()), steps.take()
 
-    def draw_seeds_ahead(self) -> None:
-        """Makes the sampler draw seeds in blocks; see `seeds.draw_ahead`."""
-        draw_ahead(self.model_runner)
+    def save_sampler_work(self) -> None:
+        """Makes the sampler of a CPU do less; see `cpu_sampler.save_work`."""
+        save_work(self.model_runner)
 
     def suppress_drafts(self) -> None:
         """Makes the worker leave out draft tokens that the scheduler would drop, and count them; to be called once."""
