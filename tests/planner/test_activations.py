@@ -18,7 +18,7 @@ from torch import Tensor
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import layer_spec, packed_attention
 from skyrl_mega.megatron.model import unwrap_gpt
-from skyrl_mega.megatron.packing import pack
+from skyrl_mega.megatron.packing import PackedRow, pack
 from skyrl_mega.models.blocks.base import Work
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
 from skyrl_mega.models.tiny import build, hf_config
@@ -75,9 +75,18 @@ def saved_by_each(rank: int, address: str, folder: Path) -> dict[str, list[int]]
     return {path.name: saved_by_model(path, "none", False) for path in sorted(folder.iterdir())}
 
 
+def fused_attention(
+    _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, packed_seq_params: PackedRow, **__: Any
+) -> Tensor:
+    """Stands for a kernel that keeps rotated queries and keys, values and its output."""
+    if (rotation := packed_seq_params.rotation) is not None:
+        q, k = rotation(q), rotation(k)
+    return Fused.apply(q, k, v).flatten(1)
+
+
 def saved_by_model(path: Path, recompute: str, fused: bool) -> list[int]:
     """Returns the bytes kept by each of a model's two layers, on a joined rank."""
-    packed_attention.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
+    packed_attention.PackedAttention.forward = fused_attention  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
     options = {"bias_activation_fusion": True} if fused else {}
     policy = layouts.policy_config(recompute=recompute, options=options)
@@ -102,6 +111,7 @@ def saved_by_model(path: Path, recompute: str, fused: bool) -> list[int]:
         part.register_forward_pre_hook(lambda *_: storages.append({}))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)
+    assert micro.row.rotation is None, "a row must not keep the rotation of a pass"
     return [sum(kept.values()) for kept in storages[:2]]
 
 

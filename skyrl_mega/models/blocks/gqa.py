@@ -287,8 +287,9 @@ class GroupedQueryAttention(Block):
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept on a rank for the backward pass without recomputation, for one micro-batch and one
         layer: input and output of the first norm, queries and keys before the norm and after rotation, values, the
-        attention's output, the softmax's normaliser, the rotation's cosines and sines unless fused, and with an output
-        gate the gated result and the gate's sigmoid in float32.
+        attention's output, the softmax's normaliser, the rotation's cosines and sines unless fused (of queries and of
+        keys, or with `policy.spec=local` of both together), and with an output gate the gated result and the gate's
+        sigmoid in float32.
 
         With an all-to-all of context ranks, the output is kept before and after the exchange. Without it, context ranks
         with sinks or a window keep the keys and values of the whole row. With shared prefixes the keys and values of
@@ -304,7 +305,11 @@ class GroupedQueryAttention(Block):
         elif self.qk_norm == "all_heads":  # in float32 before the norm, and the norm's output before the weight
             before_norm = (q + v) * (4 / b + 1)
         normed = before_norm + (v if work.spec == "te" else self._query_parts * q + 2 * v)
-        rotation = 0 if "rope" in work.fused and not self.rope.yarn else 4 * self.head_dim * self.rope.part
+        rotation = 0.0
+        if work.spec == "local":
+            rotation = 1.5 * self.head_dim * self.rope.part
+        elif self.rope.yarn or "rope" not in work.fused:
+            rotation = 4 * self.head_dim * self.rope.part
         results = 2 * q if work.parallel.by_heads else q
         if work.parallel.context > 1 and not work.parallel.by_heads and (self.sinks or self.window):
             results += 2 * v * work.parallel.context  # `PackedAttention` keeps keys and values of the whole row
