@@ -328,7 +328,7 @@ class OffloadedChunk:
                 layer_pass = self.last = LayerPass(self.pages, self.last)
                 with saved_tensors_hooks(layer_pass.save, _restored):
                     result = original(hidden_states, *args, **kwargs)
-                layer_pass.start_offload(_addresses(_weights(layer)) | _addresses(tree_leaves((args, kwargs))))
+                layer_pass.start_offload(_addresses(_weights(layer)) | _addresses(_given(args, kwargs)))
                 if self.pages.newest_pass is not None:
                     self.pages.newest_pass.free_device_memory()
                 self.pages.newest_pass = layer_pass
@@ -356,6 +356,12 @@ def _weights(layer: torch.nn.Module) -> Iterator[Any]:
     for module in layer.modules():
         for copy in getattr(module, "_fp8_workspaces", {}).values():
             yield from copy.get_data_tensors() if hasattr(copy, "get_data_tensors") else [copy]
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns what a layer gets from the model, and the rotation in the description of the row."""
+    rotation = getattr(kwargs.get("packed_seq_params"), "rotation", None)
+    return tree_leaves((args, kwargs, vars(rotation) if rotation else {}))
 
 
 def _addresses(values: Iterable[Any]) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,6 +52,12 @@ class HiddenGPT(GPTModel):
     def __init__(self, *args: Any, rotates: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotates = rotates
+
+    def forward(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> Tensor:
+        """Returns the hidden states, as megatron-core's `forward`. The layers get a copy of the row: its rotation lives
+        as long as the graph of this pass."""
+        hidden: Tensor = super().forward(*args, packed_seq_params=replace(packed_seq_params), **kwargs)
+        return hidden
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> tuple[Any, ...]:
         row = packed_seq_params

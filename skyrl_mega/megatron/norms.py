@@ -44,7 +44,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _FewPasses(torch.autograd.Function):
     """RMSNorm in 3 passes over the memory forward and 6 backward. On a CPU torch has no kernel for it, and takes three
-    times as long with an operation per step of the formula."""
+    times as long with an operation per step of the formula.
+
+    Sums run in float32 without blocks: errors relative to the largest number are about 1e-6, and 1e-5 in the weight's
+    gradient over 200,000 tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -89,8 +89,8 @@ class PackedRow(PackedSeqParams):
     keys: SharedKeys | None = None
     """The keys of a row with shared prefixes; otherwise None."""
     rotation: Rotation | None = None
-    """Rotation of queries and keys by `PackedAttention`, set by the model in every forward pass; None if megatron-core
-    rotates them."""
+    """Rotation of queries and keys by `PackedAttention`, set by the model in its own copy of the row; None if
+    megatron-core rotates them."""
     routes: RowRoutes | None = None
     """Routes of a row to replay or record; otherwise None."""
 
