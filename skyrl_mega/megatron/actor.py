@@ -16,7 +16,6 @@ from torch.profiler import record_function
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.samples import Samples, read_samples
-from skyrl_mega.common.heap import freeze_heap
 from skyrl_mega.config import allocator
 from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
@@ -135,7 +134,6 @@ class MegatronActor:
             trainable=self.role.trainable,
             head=self.role.head,
         )
-        freeze_heap()  # a rank that collects garbage makes all others wait
 
     def load(self, path: str) -> None:
         """Loads the model's weights, and the optimizer's master weights, from a Hugging Face directory; Adam's moments
