@@ -374,7 +374,7 @@ class VllmEngine:
         if self.paused:
             return
         self.watched, self.paused = False, True
-        # vLLM's `pause_generation` also sleeps for 20 ms, which only callers that abort requests notice.
+        # vLLM's `pause_generation` also clears a cache of images, and sleeps for 20 ms.
         await self._await_vllm(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:

@@ -28,7 +28,7 @@ from skyrl_mega.engines.vllm.drafts import AdaptiveScheduler
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
-HOLD_S = 0.5
+HOLD_S = 0.25
 """Seconds for which tokens are held at most."""
 
 _OTHER_FIELDS = [
