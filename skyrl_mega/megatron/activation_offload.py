@@ -359,7 +359,8 @@ def _weights(layer: torch.nn.Module) -> Iterator[Any]:
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns what a layer gets from the model, and the rotation in the description of the row."""
+    """Returns all values that a layer gets from the model, and the tensors of the row's rotation: other layers use the
+    same memory, so it must stay on the device."""
     rotation = getattr(kwargs.get("packed_seq_params"), "rotation", None)
     return tree_leaves((args, kwargs, vars(rotation) if rotation else {}))
 

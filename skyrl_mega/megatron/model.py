@@ -46,7 +46,8 @@ class HiddenGPT(GPTModel):
 
     Args:
         args: Arguments of megatron-core's GPTModel, like `kwargs`.
-        rotates: True if all attention layers are `PackedAttention` and rotate queries and keys (`PackedRow.rotation`).
+        rotates: True if every attention layer is a `PackedAttention` that rotates by `PackedRow.rotation`; False if
+            megatron-core rotates, in rows with shared prefixes by the angles of the tokens' positions.
     """
 
     def __init__(self, *args: Any, rotates: bool = False, **kwargs: Any) -> None:
@@ -54,12 +55,14 @@ class HiddenGPT(GPTModel):
         self.rotates = rotates
 
     def forward(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> Tensor:
-        """Returns the hidden states, as megatron-core's `forward`. The layers get a copy of the row: its rotation lives
-        as long as the graph of this pass."""
+        """Returns the stage's hidden states, like megatron-core's `forward`. `packed_seq_params` does not change: the
+        layers get a copy with the rotation, so the rotation is freed with the graph of this pass."""
         hidden: Tensor = super().forward(*args, packed_seq_params=replace(packed_seq_params), **kwargs)
         return hidden
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> tuple[Any, ...]:
+        """Returns megatron-core's inputs of the layers. With `rotates`, sets the row's rotation and returns no angles,
+        so that megatron-core does not rotate."""
         row = packed_seq_params
         hidden, angles, *rest = super()._preprocess(*args, packed_seq_params=row, **kwargs)
         if angles is None or row.position_L is None:

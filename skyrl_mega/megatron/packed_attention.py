@@ -140,8 +140,9 @@ class PackedAttention(MegatronModule):
         return _ungrid(self._softmax(q, k, v, at.view(row.sequences, 1, local, 1), sinks), slot)
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, sinks: Tensor | None) -> Tensor:
-        """Returns [N, H, Q, E] for a grid of queries [N, H, Q, D] at positions `at` [N or 1, 1, Q, 1], keys
-        [N, G, S, D] at positions 0 … S - 1, and values [N, G, S, E]."""
+        """Returns the causal attention's output [N, H, Q, E], with the window and `sinks` [H] if any, for a grid of
+        queries [N, H, Q, D] at positions `at` [N or 1, 1, Q, 1], keys [N, G, S, D] at positions 0 … S - 1, and values
+        [N, G, S, E]."""
         shared_by = query.shape[1] // key.shape[1]
         if query.is_cuda and shared_by > 1:  # in float32, torch's fused kernels for CUDA know no groups of heads
             key, value = (t.repeat_interleave(shared_by, dim=1) for t in (key, value))

@@ -22,9 +22,9 @@ class Rotation:
     """
 
     cos: Tensor
-    """[L, 1, R]."""
+    """[L, 1, R]: cosines times the scale."""
     sin: Tensor
-    """[L, 1, R / 2]: both halves have the same."""
+    """[L, 1, R / 2]: sines times the scale, for the first half; the second half has the same."""
 
     @staticmethod
     def of(angles: Tensor, position_L: Tensor, scale: float, dtype: torch.dtype) -> Rotation:

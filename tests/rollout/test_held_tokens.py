@@ -19,7 +19,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from skyrl_mega.engines.vllm import scheduler as held
-from skyrl_mega.engines.vllm.cpu_sampler import AHEAD, SeedsAhead, save_work, without_ranks
+from skyrl_mega.engines.vllm.cpu_sampler import AHEAD, SeedsAhead, reduce_work, without_ranks
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.scheduler import HOLD_S, HoldingScheduler
 
@@ -160,17 +160,23 @@ def test_seeds_drawn_ahead_draw_the_same_tokens(mode: Any, cut: tuple[int | None
     ahead = SeedsAhead(TopKTopPSampler(mode))
     pairs = [[torch.Generator().manual_seed(seed) for _ in range(2)] for seed in range(rows - 1)]
     shuffle = random.Random(0)
+    order, members = list(range(rows - 1)), [*pairs]
     for step in range(steps):
         if step == 9:
             pairs[1] = [torch.Generator().manual_seed(77) for _ in range(2)]
-        order = shuffle.sample(range(rows), len(pairs))
+        if step % 10:
+            order, members = shuffle.sample(range(rows), len(pairs)), [*pairs]
+        else:  # the same rows, in another order
+            order, members = order[::-1], members[::-1]
         logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(step))
         torch.manual_seed(step)
-        vllm_generators, ahead_generators = ({r: p[side] for r, p in zip(order, pairs, strict=True)} for side in (0, 1))
+        vllm_generators, ahead_generators = (
+            {r: p[side] for r, p in zip(order, members, strict=True)} for side in (0, 1)
+        )
         expected, seen = vllm.forward_cpu(logits.clone(), vllm_generators, top_k, top_p)
         torch.manual_seed(step)
         tokens, ahead_logprobs = ahead(logits.clone(), ahead_generators, top_k, top_p)
-        assert torch.equal(tokens, expected)
+        assert torch.equal(tokens, expected), step
         assert (ahead_logprobs is None) == (seen is None)
         assert ahead_logprobs is None or torch.equal(ahead_logprobs, seen)
     assert len(ahead.streams) == len(pairs), "streams of requests that are gone are kept"
@@ -179,7 +185,7 @@ def test_seeds_drawn_ahead_draw_the_same_tokens(mode: Any, cut: tuple[int | None
 def test_a_sampler_that_needs_64_bit_noise_draws_its_own_seeds() -> None:
     plain, exact = Sampler("processed_logprobs"), Sampler("processed_logprobs", use_fp64_gumbel=True)
     for sampler in (plain, exact):
-        save_work(SimpleNamespace(sampler=sampler))
+        reduce_work(SimpleNamespace(sampler=sampler))
     assert isinstance(plain.topk_topp_sampler.forward, SeedsAhead)
     assert exact.topk_topp_sampler.forward == exact.topk_topp_sampler.forward_cpu
 

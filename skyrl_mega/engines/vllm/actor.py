@@ -118,7 +118,7 @@ class VllmEngine:
         collect_columns(self.llm.output_processor)
         await self.workers("check_parameters")
         if self.spec.device == "cpu" and not self.uses_drafts:
-            await self.workers("save_sampler_work")  # checking drafts draws from the same generators
+            await self.workers("reduce_sampler_work")  # checking drafts draws from the same generators
         if adapts(self.spec):
             await self.workers("suppress_drafts")
         await self.llm.update_weight_version(str(self.version))

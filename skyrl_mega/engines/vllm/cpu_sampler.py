@@ -37,10 +37,13 @@ class SeedsAhead:
     def __init__(self, sampler: TopKTopPSampler) -> None:
         self.mode = sampler.logprobs_mode
         self.streams: WeakKeyDictionary[Generator, _Stream] = WeakKeyDictionary()
+        """Generator → its stream, also of requests that have no row now, until the generator is deleted."""
         self.generators: dict[int, Generator] = {}
         """The rows' generators in the last call."""
+        self.rows: list[int] = []
+        """These rows, in the order of the mapping that was given first: an equal one may have another order."""
         self.current: list[_Stream] = []
-        """The streams of these rows, in the same order."""
+        """The streams of `rows`, in the same order."""
         self.blocks = np.empty((0, AHEAD), np.int64)
         """Their present blocks of seeds."""
         self.used = np.empty(0, np.intp)
@@ -73,26 +76,28 @@ class SeedsAhead:
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), processed
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
-        """Returns a seed for each of `rows` rows, int64 [N] on the CPU: the next of the row's generator in `generators`
-        (row → generator), or of torch's default generator for a row without one. The default generator advances by
-        `rows` numbers in every call. The given generators themselves are not advanced: their seeds come from copies
-        made when the mapping is first given or has changed.
+        """Returns a seed for each of `rows` rows, int64 [N] on the CPU.
+
+        A row in `generators` (row → generator) gets the next seed of its generator; another row gets one of torch's
+        default generator, which advances by `rows` numbers in every call. A given generator is copied when it is first
+        seen, and is not advanced. It may change its row, or leave and come back: its seeds continue.
         """
         seeds = torch.randint(SEEDS, (rows,))
         if generators != self.generators:
             self._take(generators)
         if self.current:
-            seeds.numpy()[list(generators)] = self.blocks[np.arange(len(self.used)), self.used]
+            seeds.numpy()[self.rows] = self.blocks[np.arange(len(self.used)), self.used]
             self.used += 1
             for i in np.flatnonzero(self.used == AHEAD):
                 self.blocks[i], self.used[i] = self.current[i].draw(), 0
         return seeds
 
     def _take(self, generators: dict[int, Generator]) -> None:
-        """Takes over the streams of these generators, each at the place that it has reached."""
+        """Saves the places of the present streams, then makes the streams of `generators` the present ones, each at its
+        own place. Starts a stream for a new generator."""
         for stream, block, used in zip(self.current, self.blocks, self.used, strict=True):
-            stream.block, stream.used = block, int(used)
-        self.generators = dict(generators)
+            stream.block, stream.used = block.copy(), int(used)
+        self.generators, self.rows = dict(generators), list(generators)
         for generator in generators.values():
             if generator not in self.streams:
                 self.streams[generator] = _Stream(generator)
@@ -107,8 +112,9 @@ class _Stream:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator.clone_state()
         self.block = self.draw()
-        """Seeds [AHEAD], as of the last change of the rows."""
+        """Seeds [AHEAD]. While the stream has a row, `SeedsAhead.blocks` has the newer ones."""
         self.used = 0
+        """Number of used seeds of `block`; as old as `block`."""
 
     def draw(self) -> np.ndarray:
         """Returns the next block of seeds, int64 [AHEAD]."""
@@ -119,8 +125,8 @@ Gather = Callable[[Tensor, int, Tensor], "LogprobsTensors"]
 
 
 def without_ranks(gather: Gather) -> Gather:
-    """Returns a replacement for vLLM's `Sampler.gather_logprobs` that does not compute ranks where only the log-prob of
-    the sampled token is wanted: ranks are 0 there."""
+    """Returns a replacement for vLLM's `Sampler.gather_logprobs` that returns 0 for every rank if only the log-prob of
+    the given token is wanted (`num_logprobs` 0); otherwise the same as `gather`."""
 
     def gather_sampled(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         from vllm.v1.outputs import LogprobsTensors
@@ -133,9 +139,9 @@ def without_ranks(gather: Gather) -> Gather:
     return gather_sampled
 
 
-def save_work(runner: Any) -> None:
-    """Replaces parts of the sampler of vLLM's CPU model runner (see the head of this file). The function that draws
-    seeds stays if the sampler does not use the one for CPUs, or 64-bit noise is requested."""
+def reduce_work(runner: Any) -> None:
+    """Makes the sampler of vLLM's CPU model runner compute no unread ranks, and draw seeds in blocks (see the head of
+    this file). Seeds are drawn as before if the sampler does not use `forward_cpu`, or 64-bit noise is requested."""
     runner.sampler.gather_logprobs = without_ranks(runner.sampler.gather_logprobs)
     sampler = runner.sampler.topk_topp_sampler
     if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:

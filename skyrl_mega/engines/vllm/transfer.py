@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm import delivery
 from skyrl_mega.engines.vllm.cache_groups import room
-from skyrl_mega.engines.vllm.cpu_sampler import save_work
+from skyrl_mega.engines.vllm.cpu_sampler import reduce_work
 from skyrl_mega.engines.vllm.draft_weights import read_draft_weights
 from skyrl_mega.engines.vllm.drafts import Suppressor
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
@@ -238,9 +238,9 @@ class WorkerExtension:
         memory, steps = self.meters
         return asdict(memory.read()), steps.take()
 
-    def save_sampler_work(self) -> None:
-        """Makes the sampler of a CPU do less; see `cpu_sampler.save_work`."""
-        save_work(self.model_runner)
+    def reduce_sampler_work(self) -> None:
+        """Makes the sampler of a CPU do less; see `cpu_sampler.reduce_work`."""
+        reduce_work(self.model_runner)
 
     def suppress_drafts(self) -> None:
         """Makes the worker leave out draft tokens that the scheduler would drop, and count them; to be called once."""

@@ -287,9 +287,10 @@ class GroupedQueryAttention(Block):
     def saved_bytes(self, work: Work) -> float:
         """Returns the bytes kept on a rank for the backward pass without recomputation, for one micro-batch and one
         layer: input and output of the first norm, queries and keys before the norm and after rotation, values, the
-        attention's output, the softmax's normaliser, the rotation's cosines and sines unless fused (of queries and of
-        keys, or with `policy.spec=local` of both together), and with an output gate the gated result and the gate's
-        sigmoid in float32.
+        attention's output, the softmax's normaliser, the rotation's cosines and sines unless fused, and with an
+        output gate the gated result and the gate's sigmoid in float32. Cosines and sines are those of queries and of
+        keys, or with `policy.spec=local` a set for both, with sines of half the width. All layers share that set, but
+        each counts it.
 
         With an all-to-all of context ranks, the output is kept before and after the exchange. Without it, context ranks
         with sinks or a window keep the keys and values of the whole row. With shared prefixes the keys and values of
