@@ -26,10 +26,10 @@ from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.channel import polling_for_stop
-from skyrl_mega.common.heap import freeze_heap
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.trainer import critic
+from skyrl_mega.trainer.heap import freeze_heap
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop

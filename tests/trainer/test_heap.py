@@ -1,4 +1,4 @@
-"""Tests of `common.heap`."""
+"""Tests of `trainer.heap`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_mega.common.heap import freeze_heap
+from skyrl_mega.trainer.heap import freeze_heap
 
 
 class Ring:

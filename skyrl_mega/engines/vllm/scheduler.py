@@ -29,7 +29,7 @@ from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
 HOLD_S = 0.25
-"""Seconds for which tokens are held at most."""
+"""Longest time, in seconds, for which tokens are held."""
 
 _OTHER_FIELDS = [
     f for f in msgspec.structs.fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids", "new_logprobs")
@@ -133,7 +133,7 @@ class HoldingScheduler(AdaptiveScheduler):
         return SteadyBatch(self.running, self.max_model_len)
 
     def _advance(self, batch: SteadyBatch, output: ModelRunnerOutput) -> list[str]:
-        """Advances the batch, except requests that may end, which leave it. Returns these requests for vLLM to end."""
+        """Advances the batch. Requests that may end leave it first; returns their ids, for vLLM to end them."""
         ending = batch.ending(output)
         names = [batch.ids[i] for i in ending]
         if ending:

@@ -1,4 +1,4 @@
-"""Garbage collections that do not examine what stays for the whole process."""
+"""The driver's garbage collections, without the objects that stay for the whole run."""
 
 from __future__ import annotations
 
