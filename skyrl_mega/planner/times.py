@@ -154,9 +154,10 @@ def time_without_generation(config: Config, decoder: Decoder, parallel: Parallel
     """Estimates a step's seconds for policy, critic, weight sync and driver, by `cluster.rates.length_share`.
     `parallel` is the policy's grid. Raises UserError if the advantage estimator cannot be found, or the critic's layout
     does not fit its ranks, and ValueError if `policy.micro_tokens` is not decided."""
+    share = dynamic.trained(config) / config.data.prompts_per_step
     return (
-        sum(policy_times(config, decoder, parallel, batch(config, parallel)))
-        + critic_time(config, decoder)
+        sum(policy_times(config, decoder, parallel, batch(config, parallel))) * share
+        + critic_time(config, decoder) * share
         + _single_copy_time(config, decoder)
         + config.cluster.rates.sync_s
         + config.cluster.rates.step_s

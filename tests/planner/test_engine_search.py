@@ -71,6 +71,20 @@ def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recom
     assert min(candidates, default=None) == (None if best is None else pytest.approx(best))
 
 
+def test_layouts_are_ordered_by_the_groups_trained_on() -> None:
+    """With few rounds of dynamic sampling a step trains on fewer groups; the search counts as the dry run does."""
+    c, parallel = case(LAYOUTS[0], 79.1, "full")
+    c.algorithm.dynamic_sampling = replace(c.algorithm.dynamic_sampling, enabled=True, max_rounds=1, oversample=1.0)
+    d = architecture(REAL["30B"]).describe(REAL["30B"])
+    planned = step_time(c, d, parallel)
+    c.algorithm.dynamic_sampling.enabled = False
+    assert planned.train < step_time(c, d, parallel).train
+    c.algorithm.dynamic_sampling.enabled = True
+    assert time_without_generation(c, d, parallel) == pytest.approx(
+        planned.step - planned.generate - planned.residency - planned.tools
+    )
+
+
 def test_a_choice_of_the_users_own_is_tried_too() -> None:
     c, parallel = case(LAYOUTS[0], 79.1, "full")
     c.residency.keep = ["engine_weights"]
