@@ -238,7 +238,11 @@ def _nodes(v: Values) -> list[str]:
     files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
     if disk["export"]:
         files += f", {_gib(disk['export'])} the export"
-    lines = ["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"]
+    limit = v["config"]["cluster"]["host_memory_gib"]
+    checked = "what a node has is not known, nor checked (cluster.host_memory_gib is null)"
+    if limit is not None:
+        checked = f"a node has {limit:,.0f} (cluster.host_memory_gib)"
+    lines = [f"nodes, and estimated GiB of host memory; {checked}", *_cut(aligned(rows)), f"  disk: {files}"]
     if (share := disk["largest_share"])["rank"]:
         lines.append(f"  a rank writes {_gib(share['rank'])} GiB of a checkpoint at most, a node {_gib(share['node'])}")
     return lines

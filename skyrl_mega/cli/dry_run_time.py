@@ -154,13 +154,18 @@ def _run(config: Config, counts: Counts, time: RunTime, bar: tuple[float, float]
 def _counts(config: Config, inputs: Inputs, signal: float) -> Counts:
     """Returns the number of steps, by `run.steps` and the rows of the data, and the sizes of evaluation and
     checkpoint."""
+    written = shares(config, inputs.decoder, inputs.parallel, nodes(config)).node
+    return Counts(known_steps(config, signal), evaluation_trajectories(config), written)
+
+
+def known_steps(config: Config, signal: float = dynamic.SIGNAL_SHARE) -> int | None:
+    """Returns the number of RL steps by `run.steps` and the rows of the data; None if both are unknown. `signal` is the
+    share of groups with differing rewards."""
     rows = [row_count(file) for file in config.data.train]
     steps = [config.run.steps]
     if rows and None not in rows:
         steps.append(sum(n or 0 for n in rows) * config.run.epochs // sum(dynamic.rounds(config, signal)))
-    known = [n for n in steps if n is not None]
-    written = shares(config, inputs.decoder, inputs.parallel, nodes(config)).node
-    return Counts(min(known) if known else None, evaluation_trajectories(config), written)
+    return min((n for n in steps if n is not None), default=None)
 
 
 def _not_counted(config: Config, counts: Counts, given: workload.Described) -> list[str]:

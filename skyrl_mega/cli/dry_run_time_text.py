@@ -11,7 +11,11 @@ Values = Mapping[str, Any]
 HEADS = {"short": "short", "mean": "mean", "limit": "at the limit"}
 TOKENS = {"written": "tokens written", "read": "tokens read"}
 PHASES = ("generate", "tools", "logprobs", "critic", "train", "sync", "residency", "other")
-SHARES = {"evaluation": "evaluation, its share", "checkpoint": "checkpoint, its share", "whole": "a step with both"}
+SHARES = {
+    "evaluation": "evaluation, its share",
+    "checkpoint": "checkpoint, its share",
+    "whole": "a step with its shares",
+}
 OPTIONAL = ("tools", "critic", "residency", "other", *SHARES)
 """Rows left out if they are 0 in every column."""
 DIGITS = 4
@@ -82,7 +86,7 @@ def _seconds(time: Values) -> list[str]:
     shown = [key for key in keys if key not in OPTIONAL or any(column[key] for column in columns.values())]
     rows = [("", *HEADS.values())]
     rows += [(TOKENS[key], *(f"{columns[name][key]:,.0f}" for name in HEADS)) for key in TOKENS]
-    rows += [(SHARES.get(key, key), *(_amount(columns[name][key]) for name in HEADS)) for key in shown]
+    rows += [(SHARES.get(key, key), *(seconds_text(columns[name][key]) for name in HEADS)) for key in shown]
     speed = [f"{columns[name]['tokens_per_second_per_gpu']:,.0f}" for name in HEADS]
     if time["run"]["gpus"]:
         rows += [("tokens/s/GPU", *speed), ("MFU", *(f"{columns[name]['mfu']:.1%}" for name in HEADS))]
@@ -93,7 +97,7 @@ def _seconds(time: Values) -> list[str]:
     return [f"seconds of an RL step; {_lengths(time['trajectories'])}", *aligned(rows), *lines]
 
 
-def _amount(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Returns seconds with one decimal, or with three for short times."""
     return f"{seconds:,.1f}" if seconds >= 1 or not seconds else f"{seconds:.3f}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from skyrl_mega.cli import inputs, refusal, suggest_rows, suggest_simulated, suggest_text
+from skyrl_mega.cli import inputs, refusal, suggest_changes, suggest_rows, suggest_simulated, suggest_text
 from skyrl_mega.cli.suggest_progress import SearchProgress
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
@@ -48,6 +48,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     if rows.choices and not progress.interrupted:
         with progress.running():
             simulated = suggest_simulated.simulated(hf, rows, args, lambda: not progress.interrupted)
-    report = suggest_text.Report(result, rows, config, architecture(hf).describe(hf), simulated)
+    comparison = suggest_changes.compare(config, rows, hf, used, result.gpus)
+    report = suggest_text.Report(result, rows, config, architecture(hf).describe(hf), simulated, comparison)
     print(json.dumps(suggest_text.values(report)) if args.json else suggest_text.text(report))
     return DONE if result.suggestions else WRONG_INPUT

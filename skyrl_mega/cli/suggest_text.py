@@ -5,13 +5,16 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from skyrl_mega.cli import suggest_changes_text as changes_text
 from skyrl_mega.cli.dry_run_text import shape
 from skyrl_mega.cli.simulate_text import dynamic_sampling_notes
+from skyrl_mega.cli.suggest_changes import ChoiceComparison
+from skyrl_mega.cli.suggest_changes_text import host, room
 from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.suggest_simulated import Simulated
 from skyrl_mega.common.tables import aligned
@@ -24,7 +27,6 @@ from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.candidates import as_arguments
 from skyrl_mega.planner.large_engines import no_engine_error
 from skyrl_mega.planner.memory import GIB, gpu_bytes
-from skyrl_mega.planner.run_time import ErrorBar
 from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
 
 COST = "GPU-h"
@@ -73,6 +75,8 @@ class Report:
     """The model."""
     simulated: Simulated | None = None
     """Simulated rows; None after Ctrl-C or if nothing fits."""
+    comparison: ChoiceComparison = field(default_factory=ChoiceComparison)
+    """Comparison of row 1 with row 0."""
 
 
 def text(report: Report) -> str:
@@ -87,7 +91,9 @@ def text(report: Report) -> str:
         *_given_lines(report),
         f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
         *_legend(report.rows),
-        *_error_lines(report.rows.bar),
+        *changes_text.error_lines(report.rows, report.comparison),
+        *changes_text.change_lines(report.rows, report.comparison.changes),
+        *changes_text.phase_lines(report.rows, report.comparison),
         *_simulated_lines(report),
         *([] if search.complete else [cut_text(search)]),
         *(f"note: {note}" for note in notes(report.config, choices)),
@@ -140,20 +146,13 @@ def _given_lines(report: Report) -> list[str]:
     return [f"0: the settings as they are{better}"]
 
 
-def _error_lines(bar: ErrorBar | None) -> list[str]:
-    """Returns the lines about the error bar and its three largest causes."""
-    if bar is None:
-        return []
-    causes = sorted(bar.causes, key=lambda cause: cause.low / cause.high)[:3]
-    named = ", ".join(cause.name.removeprefix("cluster.") for cause in causes)
-    return [f"error bar of row 1: ×{bar.low:.2f} to ×{bar.high:.2f} of its seconds, mostly from", f"  {named}"]
-
-
 def _legend(rows: Rows) -> list[str]:
     shown = [row for row in (rows.given, *rows.choices) if row]
     policies = [row.suggestion.config.policy for row in shown]
     return [
         "saves: share of a step of row 0; room: GiB left on the fullest GPU; host: GiB used on the fullest node",
+        "share: rollout.memory_fraction; KV tokens: of an engine; keep: parts kept on a GPU, by first letters",
+        "no row changes what is learned, but for rounding",
         *([WARNING] if any(row.warning for row in shown) else []),
         *([GPU_HOURS] if _differ_in_gpus(shown) else []),
         *([HOST] if any(policy.offload_layers for policy in policies) else []),
@@ -234,8 +233,10 @@ def values(report: Report) -> dict[str, Any]:
 
     `room` (a memory warning) is given only for the first layouts, `why` only if nothing fits, `cut` only for an
     incomplete search; else they are missing or null. `rows` are the distinct choices, with the index in `found`;
-    `given` are the settings as they are, `factors` the ends of the first row's error bar (factors of its seconds), and
-    `simulated` is null without simulations.
+    `given` are the settings as they are, `factors` the ends of the first row's error bar (factors of its seconds),
+    `saves_between` the ends of the error bar of what this row saves, `changes` the changes from `given` to this row,
+    each made alone, `phases` the seconds of a step by phase of the first rows (by number), `steps` the
+    number of RL steps or null, and `simulated` is null without simulations.
     """
     search, rows, decoder = report.search, report.rows, report.decoder
     return {
@@ -254,6 +255,14 @@ def values(report: Report) -> dict[str, Any]:
             {"index": search.suggestions.index(row.suggestion), **_row_values(row, rows.given)} for row in rows.choices
         ],
         "factors": None if rows.bar is None else (rows.bar.low, rows.bar.high),
+        "saves_between": changes_text.saved_between(rows, report.comparison.ratio),
+        "changes": [
+            {"change": dict(each.change), "error": each.error}
+            | (_row_values(each.row, rows.given) if each.row else {"seconds": None})
+            for each in report.comparison.changes
+        ],
+        "phases": {number: asdict(time) for number, time in report.comparison.phases.items()},
+        "steps": report.comparison.steps,
         "simulated": None if report.simulated is None else _simulated_values(report.simulated, report.config),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
@@ -308,7 +317,8 @@ def _simulated_lines(report: Report) -> list[str]:
     if not simulated.rows:
         return note
     return [
-        "simulated as by --simulate (trajectory by trajectory, so seconds differ from those above),",
+        "simulated as by --simulate, trajectory by trajectory, so seconds differ from those above: compare rows of the",
+        "same table only;",
         "synchronous rows beside asynchrony.mode with max_staleness in the best split:",
         *_table(simulated.rows, dict(simulated.rows).get("0")),
         f"for the fastest asynchronous row add to {simulated.base}: {as_arguments(simulated.change)}",
@@ -347,8 +357,8 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
         f"{rollout.memory_fraction:g}",
         _keep(s),
         f"{s.kv_tokens:,}",
-        f"{row.warning} {row.free / GIB:.1f}".strip(),
-        f"{row.host / GIB:,.0f}",
+        room(row),
+        host(row),
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
         "–" if saved is None else f"{saved:.0%}",
         f"{row.gpu_hours:,.0f}" if row.gpu_hours >= 100 else f"{row.gpu_hours:.3g}",

@@ -114,6 +114,9 @@ def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixtur
     assert len(memory) == 1, "ranks that need the same are one line"
     sections = ("memory of policy", "engines: 4", "nodes", "batch", "weight sync", "seconds of an RL step")
     assert [part for part in sections if f"\n{part}" not in text] == []
+    assert "\nnodes, and estimated GiB of host memory; what a node has is not known, nor checked (cluster.host" in text
+    limited = run(file, capsys, "--dry-run", "cluster.host_memory_gib=2000")
+    assert "\nnodes, and estimated GiB of host memory; a node has 2,000 (cluster.host_memory_gib)\n" in limited
     assert lines[-3:] == [
         "note: models/Qwen3-30B-A3B is not here and was not checked",
         "note: train.parquet is not here and was not checked",
@@ -358,12 +361,14 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
     )
     paste, _, arguments = paste.partition("\n# 1 as arguments: ")
     dry_run.checked(compose(file, shlex.split(arguments)))
-    numbered = [line.split() for line in table.splitlines() if re.match(r" +\d+ ", line)]
+    first_table = table.partition("\n0: the settings as they are")[0]
+    numbered = [line.split() for line in first_table.splitlines() if re.match(r" +\d+ ", line)]
     assert [int(cells[0]) for cells in numbered] == [*range(len(numbered))] and 2 <= len(numbered) <= 1 + 10
     given, *seconds = (float(cells[-2]) for cells in numbered)
     assert all(later > 0.97 * max(seconds[:i], default=0) - 0.1 for i, later in enumerate(seconds))
     assert float(numbered[1][-1].rstrip("%")) == pytest.approx(100 * (1 - seconds[0] / given), abs=0.6)
-    assert max(map(len, table.splitlines())) <= 120
+    errors = " cannot run alone: "  # an error is one line
+    assert max(len(line) for line in table.splitlines() if errors not in line) <= 120
     assert yaml.load(paste, get_yaml_loader())  # raises for duplicate keys
     for text in re.split(r"# \d\n", paste)[1:]:
         text = re.sub(r"(?m)^# ", "", text)
