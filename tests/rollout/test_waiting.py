@@ -228,8 +228,16 @@ def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) 
     from skyrl_mega.cluster import reaper
 
     group, _ = real
-    members = reaper.members(group.where[0].pid)
-    (core,) = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert gather([group.submit(0, "health")], 60) == [0], "the engine outlives the tests before"
+
+    def cores() -> list[int]:
+        members = reaper.members(group.where[0].pid)
+        return [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    start = time.monotonic()
+    while not (found := cores()) and time.monotonic() < start + SLOW_S:
+        time.sleep(0.2)
+    (core,) = found
 
     async def ask() -> float:
         method = group.actors[0].generate_many.options(num_returns="streaming")
