@@ -21,6 +21,7 @@ from skyrl_mega.weights.fp8.format import FP8, Wire, quantised, with_scales
 from skyrl_mega.weights.fp8.scales import Scales
 from skyrl_mega.weights.plan.plan import plan
 from skyrl_mega.weights.transports.ipc import device_owners
+from tests.support.machine import within
 from tests.weights.grids import LAYOUTS
 from tests.weights.test_fp8_wire import ODD
 
@@ -215,5 +216,5 @@ def test_views_are_told_apart_without_comparing_them(
         parts.append(views_of.BucketView(at, torch.bfloat16, None, (0, 0)))
     start = time.process_time()
     views = views_of.BucketViews(parts, ["a", "b"], [weight, other], CUDA)
-    assert time.process_time() - start < 5
+    assert within(time.process_time() - start, 5)
     assert len(views.copies) == 10_000 and views.views == tuple(parts)

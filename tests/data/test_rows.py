@@ -13,6 +13,7 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.data import check_files, load_demonstrations, load_prompts
+from tests.support.machine import within
 
 CONFIG = EnvironmentConfig()
 USER = [{"role": "user", "content": "2 * 3"}]
@@ -187,11 +188,12 @@ def test_a_demonstration_that_is_no_conversation(tmp_path: Path, turns: Any, sai
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_100k_rows_are_checked_in_no_time(tmp_path: Path) -> None:
+def test_100k_rows_are_checked_in_little_time(tmp_path: Path) -> None:
+    """Judges each row by its environment: about 10 µs a row."""
     file = write(tmp_path / "a.parquet", [GOOD] * 100_000)
     started = time.process_time()
     assert check_files([file], CONFIG) == 100_000
-    assert time.process_time() - started < 3  # 0.1 s alone; a loop over Python rows takes longer
+    assert within(time.process_time() - started, 4)
 
 
 def test_what_an_environment_of_ones_own_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from skyrl_mega.envs import make
 from skyrl_mega.envs.search.env import SearchEnv
 from skyrl_mega.envs.tags import all_tags, first_boxed, first_tag
 from skyrl_mega.envs.text2sql.reward import solution
+from tests.support.machine import within
 
 PIECES = ["<a>", "</a>", "<b>", "</b>", "<", ">", "/", "a", "x", "\n", "\\boxed{", "}", "<a", "a>"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
@@ -84,7 +85,7 @@ def test_a_policy_that_loops_holds_nobody_up(name: str, piece: str, tmp_path: Pa
     text = piece * (400_000 // len(piece))  # seconds to minutes with a regular expression
     start = time.process_time()
     assert not step(name, text, tmp_path)["done"]
-    assert time.process_time() - start < 1
+    assert within(time.process_time() - start, 1)
 
 
 def test_loops_around_a_solution() -> None:
@@ -92,4 +93,4 @@ def test_loops_around_a_solution() -> None:
     assert solution(["<think>" * 50_000 + "<solution>SELECT 1</solution>"]) is None
     assert solution(["<think></think>" + "</observation><think>" * 20_000 + "<solution>SELECT 1</solution>"])
     assert not list(all_tags("<action>" * 50_000, "action"))
-    assert time.process_time() - start < 1
+    assert within(time.process_time() - start, 1)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.parallel.balance import balance
+from tests.support.machine import within
 
 
 @given(
@@ -80,5 +81,5 @@ def test_long_sequences_are_dealt_in_little_time() -> None:
     lengths = [32_000] * 8192
     begun = time.process_time()
     dealt = balance(lengths, 2, 131_072)
-    assert time.process_time() - begun < 2  # 0.1 s; 4 s with a linear search of the bins for each number
+    assert within(time.process_time() - begun, 2)  # 0.1 s; 4 s with a linear search of the bins for each number
     assert {len(micro) for rank in dealt for micro in rank} == {4}

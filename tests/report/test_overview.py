@@ -15,6 +15,7 @@ from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import incidents, overview, run_data
 from tests.report.cases import events, metrics, run_folder, when
+from tests.support.machine import within
 
 STEP = {"kind": "step", "step": 1}
 
@@ -177,7 +178,7 @@ def test_a_long_run_is_quick_and_small(run: Path) -> None:
     metrics(run, [{"step": s, **dict.fromkeys(names, 1.0 + s % 7)} for s in range(2000)])
     start = time.process_time()
     file = overview.write([run])
-    assert time.process_time() - start < 5, "it is written at the end of every run"
+    assert within(time.process_time() - start, 5), "it is written at the end of every run"
     assert file.stat().st_size < 3_000_000
 
 

@@ -20,6 +20,7 @@ from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import MAX_INTERVALS, StepTimeline, engine_series, loads
 from skyrl_mega.telemetry.timeline import MAX_POINTS, MAX_REPORTS, MOMENT_S, ActivityReport, Counter, Timeline
 from skyrl_mega.telemetry.trace import Span
+from tests.support.machine import within
 
 TICK = 1 / 256
 """Seconds per tick: multiples add up without rounding."""
@@ -178,7 +179,7 @@ def test_parts_of_many_processes_are_taken_in_at_once(monkeypatch: pytest.Monkey
         assert len(here._others[process]) <= MAX_REPORTS
     begun = time.process_time()
     taken = here.take()
-    assert time.process_time() - begun < 3
+    assert within(time.process_time() - begun, 3)
     assert taken.engines[0].total(taken.start, taken.end) == pytest.approx(expected, rel=1e-3)
     assert len(taken.engines[0].times) <= 16 * MAX_POINTS + 2
 

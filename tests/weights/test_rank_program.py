@@ -16,6 +16,7 @@ from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.plan.plan import plan
 from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.ipc import device_owners
+from tests.support.machine import within
 from tests.weights.grids import REAL
 
 BF16 = Wire(torch.bfloat16)
@@ -44,7 +45,7 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
         target_base=32,
         owners=device_owners(topology, 32),
     )
-    assert time.process_time() - start < 5
+    assert within(time.process_time() - start, 5)
     buckets = visits or [bucket for step in steps for bucket in step.new]
     assert len(buckets) <= 1.15 * transfer_plan.bytes_in[0] / BUCKET
     assert not steps or steps[-1].round <= 1.2 * transfer_plan.bytes_in[0] / BUCKET

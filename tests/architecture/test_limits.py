@@ -1,0 +1,21 @@
+"""Limits on computing time in tests: all allow for slow machines (`tests.support.machine.within`)."""
+
+from __future__ import annotations
+
+import re
+
+from tests.architecture.source import ROOT
+
+FIXED = re.compile(r"assert (?!within\().*(?:process|thread)_time\(\).* <=? ")
+"""A comparison of computing time with a fixed number of seconds."""
+
+
+def test_no_limit_on_computing_time_is_fixed() -> None:
+    files = (file for file in sorted((ROOT / "tests").rglob("*.py")))
+    found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in FIXED.findall(file.read_text())]
+    assert found == []
+
+
+def test_a_planted_fixed_limit_is_found() -> None:
+    planted = "    assert time.process_time() - start"
+    assert FIXED.search(planted + " < 3") and not FIXED.search("    assert within(time.process_time() - start, 3)")
