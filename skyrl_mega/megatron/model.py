@@ -37,6 +37,7 @@ from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.transports.shared_gloo import share_gloo_threads
 
 T = TypeVar("T")
 
@@ -134,6 +135,8 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
     """
     # Megatron relies on one connection per pair to order sends and receives.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device.type == "cpu":
+        share_gloo_threads()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.calls import gather
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
@@ -223,12 +224,8 @@ def test_a_replica_that_hangs_is_found_while_another_gets_tokens(tmp_path: Path)
         asyncio.run(ask())
 
 
-def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
-    """Stops vLLM's process while the actor keeps answering. Ends the module's engine; must be the last test."""
-    from skyrl_mega.cluster import reaper
-
-    group, _ = real
-    assert gather([group.submit(0, "health")], 60) == [0], "the engine outlives the tests before"
+def core_process(group: ActorGroup) -> int:
+    """Returns the process id of vLLM's engine core."""
 
     def cores() -> list[int]:
         members = reaper.members(group.where[0].pid)
@@ -238,6 +235,21 @@ def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) 
     while not (found := cores()) and time.monotonic() < start + SLOW_S:
         time.sleep(0.2)
     (core,) = found
+    return core
+
+
+def test_gloo_groups_of_a_real_engine_share_a_thread(real: tuple[ActorGroup, Facts]) -> None:
+    """Counts the threads of vLLM's process that wait for messages of gloo: vLLM creates 16 groups."""
+    tasks = Path(f"/proc/{core_process(real[0])}/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    assert names.count("gloo_tcp_loop") == 1
+
+
+def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
+    """Stops vLLM's process while the actor keeps answering. Ends the module's engine; must be the last test."""
+    group, _ = real
+    assert gather([group.submit(0, "health")], 60) == [0], "the engine outlives the tests before"
+    core = core_process(group)
 
     async def ask() -> float:
         method = group.actors[0].generate_many.options(num_returns="streaming")

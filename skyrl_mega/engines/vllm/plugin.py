@@ -5,6 +5,7 @@ from __future__ import annotations
 from skyrl_mega.engines.vllm.cpu_drafts import repair_expansion
 from skyrl_mega.engines.vllm.cpu_experts import allow_expert_parallelism, allow_replicas
 from skyrl_mega.engines.vllm.cpu_router import allow_sigmoid_without_groups
+from skyrl_mega.weights.transports.shared_gloo import share_gloo_threads
 
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
@@ -22,7 +23,7 @@ def register() -> None:
     """Registers our weight-transfer engine, tokenizers and text model of Qwen3.5 with vLLM.
 
     On a CPU repairs the router (`cpu_router`), experts on several workers (`cpu_experts`) and the check of draft tokens
-    (`cpu_drafts`). May be called again in the same process.
+    (`cpu_drafts`), and lets vLLM's gloo groups share a thread. May be called again in the same process.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.models import ModelRegistry
@@ -35,6 +36,7 @@ def register() -> None:
         allow_expert_parallelism()
         allow_replicas()
         repair_expansion()
+        share_gloo_threads()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
     ModelRegistry.register_model(QWEN3_5, f"skyrl_mega.engines.vllm.qwen3_5:{QWEN3_5}")
