@@ -23,7 +23,7 @@ def register() -> None:
     """Registers our weight-transfer engine, tokenizers and text model of Qwen3.5 with vLLM.
 
     On a CPU repairs the router (`cpu_router`), experts on several workers (`cpu_experts`) and the check of draft tokens
-    (`cpu_drafts`), and lets vLLM's gloo groups share a thread. May be called again in the same process.
+    (`cpu_drafts`), and lets gloo groups of a single member share a thread. May be called again in the same process.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.models import ModelRegistry
