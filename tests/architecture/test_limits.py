@@ -1,4 +1,4 @@
-"""Limits on computing time in tests: all allow for slow machines (`tests.support.machine.within`)."""
+"""Asserts on CPU time in tests: they use `tests.support.machine.within`, which allows for slow machines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from tests.architecture.source import ROOT
 
 FIXED = re.compile(r"assert (?!within\().*(?:process|thread)_time\(\).* <=? ")
-"""A comparison of computing time with a fixed number of seconds."""
+"""An assert that compares CPU time with a fixed number of seconds, on one line."""
 
 
-def test_no_limit_on_computing_time_is_fixed() -> None:
+def test_no_limit_on_cpu_time_is_fixed() -> None:
     files = (file for file in sorted((ROOT / "tests").rglob("*.py")))
     found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in FIXED.findall(file.read_text())]
     assert found == []

@@ -119,10 +119,10 @@ def test_whatever_was_opened_is_closed(characters_chat: Renderer, monkeypatch: p
 
 
 def test_a_step_under_way_is_not_closed_over(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.05)
     Counted.made.clear()
     Counted.closed.clear()
-    prompts = [counted(uid, step_s=0.5) for uid in range(6)]
+    prompts = [counted(uid, step_s=2.0) for uid in range(6)]
     played = Played(characters_chat, 10, threads=4, lines=["a"] * 6)
     with pytest.raises(Ending):
         asyncio.run(played._generate(prompts, 1, SamplingConfig(), "0", None))

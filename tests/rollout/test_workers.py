@@ -134,7 +134,7 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
 ) -> None:
     """Saves recorded turns of trajectories waiting for a tool, and resumes without generating these turns again."""
-    asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
+    asked = prompts(2, "noted", folder=str(tmp_path), seconds=5.0)
     tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
     turns_by_name: dict[str, list[journal.RecordedTurn]] = {}
@@ -142,7 +142,7 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
         service = RolloutService(generator.player(SAMPLING, service=True), generator.fleet, loop, timeout_s=60.0)
         service.submit(tickets, asked)
         while len(turns_by_name) < 4:
-            assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
+            assert time.monotonic() < deadline and not service.done(0.0), "its tools take five seconds"
             service.write_turns(tmp_path)
             turns_by_name = journal.read_all(tmp_path)
     again = [replace(t, recorded=[marked(one) for name in t.names for one in turns_by_name[name]]) for t in tickets]

@@ -1,4 +1,4 @@
-"""Limits on computing time, for machines of varying speed."""
+"""Limits on CPU time, for machines of varying speed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ USUAL_S = 0.2
 
 
 def within(seconds: float, limit_s: float) -> bool:
-    """Returns True if computing stayed within the limit, scaled by the machine's current slowness: shared cores were
-    seen to become five times slower."""
+    """Returns True if the seconds are within the limit, or within the limit times the machine's current slowness:
+    shared cores were seen to become five times slower."""
     return seconds <= limit_s or seconds <= limit_s * slowness()
 
 

@@ -15,15 +15,15 @@ from skyrl_mega.trainer.timelines import Timelines
 
 
 def play(step: Step, timeline: Timeline) -> None:
-    """Runs a request on one of two engines for 0.1 s, then trains for 0.1 s."""
+    """Runs a request on one of two engines for 0.4 s, then trains for 0.4 s."""
     with step.phase("generate"):
         timeline.requests(1, 1)
         timeline.calls(1)
-        time.sleep(0.1)
+        time.sleep(0.4)
         timeline.calls(-1)
         timeline.requests(1, -1)
     with step.phase("train"):
-        time.sleep(0.1)
+        time.sleep(0.4)
 
 
 def read(folder: Path, step: int) -> StepTimeline:

@@ -32,7 +32,7 @@ def test_output_input_and_exit_code_are_passed() -> None:
 
 def test_a_late_program_is_killed_with_its_children() -> None:
     start = time.monotonic()
-    ran = run_program(["sh", "-c", "trap '' TERM; sleep 77 & echo $!; wait"], 0.5)
+    ran = run_program(["sh", "-c", "trap '' TERM; sleep 77 & echo $!; wait"], 5)
     assert (ran.status, ran.exit) == ("timeout", None) and time.monotonic() - start < 30
     child = int(ran.stdout)
     while alive(child):

@@ -62,13 +62,13 @@ def looks(folder: Path, program: str, command: str, hidden_s: float, count: int,
 
 
 def test_one_that_waits_to_be_reaped_hides_nothing(folder: Path) -> None:
-    assert looks(folder, SYSTEM, "pass", 0.02, 8, 0.2) == [None] * 8
+    assert looks(folder, SYSTEM, "pass", 1.0, 8, 0.2) == [None] * 8
 
 
 def test_many_short_ones_hide_nothing(folder: Path) -> None:
     """Runs many short processes: an ending process may refuse inspection before its end."""
     loop = "while true; do echo a | cat | cat >/dev/null; done"
-    assert looks(folder, "/bin/sh", loop, 0.02, 300, 0.01) == [None] * 300
+    assert looks(folder, "/bin/sh", loop, 1.0, 300, 0.01) == [None] * 300
 
 
 def test_one_that_hides_is_found(folder: Path) -> None:
