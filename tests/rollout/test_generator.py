@@ -246,7 +246,9 @@ def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Renderer
 def vllm_process(engines: ActorGroup, rank: int) -> int:
     """Returns the process id of vLLM's engine core, a child of the engine's actor."""
     members = reaper.members(engines.where[rank].pid)
-    (core,) = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in members}
+    # The title is missing where the first environment variable was changed before vLLM set it.
+    (core,) = [pid for pid, words in commands.items() if b"EngineCore" in words or b"spawn_main" in words]
     return core
 
 

@@ -225,7 +225,8 @@ def test_a_replica_that_hangs_is_found_while_another_gets_tokens(tmp_path: Path)
 
 
 def core_process(group: ActorGroup) -> int:
-    """Returns the process id of vLLM's engine core: titled so by vLLM, or as Python's `multiprocessing` started it."""
+    """Returns the process id of vLLM's engine core. Its title is missing where the first environment variable was
+    changed before vLLM set the title; the command line is then that of Python's `multiprocessing`."""
     actor = group.where[0].pid
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in reaper.members(actor) if pid != actor}
     found = [pid for pid, words in commands.items() if b"EngineCore" in words or b"spawn_main" in words]
