@@ -27,6 +27,7 @@ from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.rollout.routing.router import IN_FLIGHT, QueuedRequest, Router
 from tests.support.engines import build_model, complete, serving, spec_of
+from tests.support.gloo import gloo_threads
 from tests.support.simulated_engine import SimulatedEngine
 
 LIMIT_S = 0.8
@@ -236,9 +237,7 @@ def core_process(group: ActorGroup) -> int:
 
 def test_gloo_groups_of_a_real_engine_share_a_thread(real: tuple[ActorGroup, Facts]) -> None:
     """Counts the threads of vLLM's process that wait for messages of gloo: vLLM creates 16 groups."""
-    tasks = Path(f"/proc/{core_process(real[0])}/task")
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
-    assert names.count("gloo_tcp_loop") == 1
+    assert gloo_threads(core_process(real[0])) == 1
 
 
 def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +14,10 @@ from skyrl_mega.megatron import cpu
 from skyrl_mega.megatron.model import join
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.transports.shared_gloo import share_gloo_threads
+from tests.support.gloo import settled_gloo_threads
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-def gloo_threads() -> int:
-    """Returns the number of this process's network threads of gloo."""
-    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
-    return names.count("gloo_tcp_loop")
 
 
 def use_groups(rank: int, address: str, shared: bool) -> int:
@@ -44,7 +38,7 @@ def use_groups(rank: int, address: str, shared: bool) -> int:
         assert isinstance(backend, dist.ProcessGroupGloo)
         distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
         assert backend.options._timeout == timedelta(seconds=7)
-    threads = gloo_threads()
+    threads = settled_gloo_threads(2 if shared else 11)
     dist.destroy_process_group(groups.pop())
     dist.barrier(groups[0])
     both = torch.full((1000,), float(rank))
@@ -66,9 +60,11 @@ def megatron_groups(rank: int, address: str) -> int:
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), 2, is_master=rank == 0)
     join(rank, ParallelDims(2), store, CPU, 60)
-    threads, groups = gloo_threads(), [*distributed_c10d._world.pg_map]
+    groups = [*distributed_c10d._world.pg_map]
     alone = sum(group.size() == 1 for group in groups)
-    assert alone > 5 and threads == len(groups) - alone + 1, (threads, alone, len(groups))
+    expected = len(groups) - alone + 1
+    threads = settled_gloo_threads(expected)
+    assert alone > 5 and threads == expected, (threads, alone, len(groups))
     dist.barrier()
     dist.destroy_process_group()
     return threads
