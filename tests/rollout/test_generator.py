@@ -26,7 +26,15 @@ from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
-from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of, start_engine
+from tests.support.engines import (
+    build_model,
+    complete,
+    difference_from_transformers,
+    serving,
+    spec_of,
+    start_engine,
+    vllm_process,
+)
 
 END = VOCABULARY[EOS]
 ROLLOUT = RolloutConfig(
@@ -241,15 +249,6 @@ def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Renderer
         play(engines, chat, products(4), 4)
     engines.shutdown()
     assert not reaper.members(group)
-
-
-def vllm_process(engines: ActorGroup, rank: int) -> int:
-    """Returns the process id of vLLM's engine core, a child of the engine's actor."""
-    members = reaper.members(engines.where[rank].pid)
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in members}
-    # The title is missing where the first environment variable was changed before vLLM set it.
-    (core,) = [pid for pid, words in commands.items() if b"EngineCore" in words or b"spawn_main" in words]
-    return core
 
 
 def a_call_under_way_fails_with_its_engine(engines: ActorGroup, rank: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.calls import gather
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
@@ -26,7 +25,7 @@ from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Samp
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.rollout.routing.router import IN_FLIGHT, QueuedRequest, Router
-from tests.support.engines import build_model, complete, serving, spec_of
+from tests.support.engines import build_model, complete, serving, spec_of, vllm_process
 from tests.support.gloo import gloo_threads
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -225,26 +224,16 @@ def test_a_replica_that_hangs_is_found_while_another_gets_tokens(tmp_path: Path)
         asyncio.run(ask())
 
 
-def core_process(group: ActorGroup) -> int:
-    """Returns the process id of vLLM's engine core. Its title is missing where the first environment variable was
-    changed before vLLM set the title; the command line is then that of Python's `multiprocessing`."""
-    actor = group.where[0].pid
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in reaper.members(actor) if pid != actor}
-    found = [pid for pid, words in commands.items() if b"EngineCore" in words or b"spawn_main" in words]
-    assert len(found) == 1, commands
-    return found[0]
-
-
 def test_gloo_groups_of_a_real_engine_share_a_thread(real: tuple[ActorGroup, Facts]) -> None:
     """Counts the threads of vLLM's process that wait for messages of gloo: vLLM creates 16 groups."""
-    assert gloo_threads(core_process(real[0])) == 1
+    assert gloo_threads(vllm_process(real[0], 0)) == 1
 
 
 def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
     """Stops vLLM's process while the actor keeps answering. Ends the module's engine; must be the last test."""
     group, _ = real
     assert gather([group.submit(0, "health")], 60) == [0], "the engine outlives the tests before"
-    core = core_process(group)
+    core = vllm_process(group, 0)
 
     async def ask() -> float:
         method = group.actors[0].generate_many.options(num_returns="streaming")

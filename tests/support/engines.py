@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import BuildConfig, RolloutConfig
@@ -134,3 +135,16 @@ def difference_from_transformers(path: Path, request: Request, completion: Compl
     logprobs = (logits / temperature).log_softmax(-1)[len(request.tokens) - 1 : -1]
     ours = torch.tensor(completion.logprobs)
     return float((logprobs.gather(1, new[:, None])[:, 0] - ours).abs().max())
+
+
+def vllm_process(engines: ActorGroup, rank: int) -> int:
+    """Returns the process id of vLLM's engine core, a child of the engine's actor.
+
+    vLLM titles the process, unless its first environment variable was changed before: the command line is then that of
+    Python's `multiprocessing`.
+    """
+    actor = engines.where[rank].pid
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in reaper.members(actor) if pid != actor}
+    found = [pid for pid, words in commands.items() if b"EngineCore" in words or b"spawn_main" in words]
+    assert len(found) == 1, commands
+    return found[0]

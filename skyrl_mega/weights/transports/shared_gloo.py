@@ -29,14 +29,15 @@ def share_gloo_threads() -> None:
 
 
 def _init(group: Any, store: dist.Store, rank: int, size: int, *rest: Any, **named: Any) -> None:
-    """Constructs a group like torch, with the process's shared device for a single member and a plain time limit."""
-    timeout = named.get("timeout", *rest[:1])
-    if size > 1 or not isinstance(timeout, timedelta):
-        _torchs_init(group, store, rank, size, *rest, **named)
-    else:
+    """Constructs a group like torch. A group of a single member, given a time limit and no options, gets the process's
+    shared device."""
+    given = (*rest, *named.values())
+    if size == 1 and len(given) == 1 and isinstance(given[0], timedelta):
         options = _Gloo._Options()
-        options._timeout, options._devices = timeout, [_device()]
+        options._timeout, options._devices = given[0], [_device()]
         _torchs_init(group, store, rank, size, options)
+    else:
+        _torchs_init(group, store, rank, size, *rest, **named)
 
 
 @cache
