@@ -37,7 +37,7 @@ from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS
 from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.weights.transports.shared_gloo import share_gloo_threads
+from skyrl_mega.parallel.shared_gloo import share_gloo_threads
 
 T = TypeVar("T")
 

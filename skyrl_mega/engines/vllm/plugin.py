@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyrl_mega.engines.vllm.cpu_drafts import repair_expansion
 from skyrl_mega.engines.vllm.cpu_experts import allow_expert_parallelism, allow_replicas
 from skyrl_mega.engines.vllm.cpu_router import allow_sigmoid_without_groups
-from skyrl_mega.weights.transports.shared_gloo import share_gloo_threads
+from skyrl_mega.parallel.shared_gloo import share_gloo_threads
 
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""

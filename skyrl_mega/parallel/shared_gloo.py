@@ -7,7 +7,6 @@ a core from each policy process, even from an idle one.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -19,11 +18,11 @@ _torchs_init = _Gloo.__init__
 
 
 def share_gloo_threads() -> None:
-    """Lets gloo groups of a single member, created later in this process, share a network thread. Other groups keep a
-    thread each. May be called again.
+    """Lets the gloo groups of a single member that are created later in this process share a network thread. Groups
+    with more members, or created with options of their own, keep a thread each. May be called again.
 
-    Replaces the constructor of torch's class, because torch passes no options to gloo groups. A group with other
-    members cannot share: if its creation times out, gloo may still call back into it.
+    Replaces the constructor of torch's class, because torch passes no options to gloo groups. A group with more members
+    cannot share: if its creation times out, gloo may still call back into it.
     """
     _Gloo.__init__ = _init
 
@@ -42,8 +41,5 @@ def _init(group: Any, store: dist.Store, rank: int, size: int, *rest: Any, **nam
 
 @cache
 def _device() -> Any:
-    """Returns the shared device; in gloo a device is an address and its network thread. The address serves no
-    connection: it is that of the first interface in GLOO_SOCKET_IFNAME, else of this host's name, as torch chooses."""
-    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _Gloo.create_device(interface=interfaces.split(",")[0])
-    return _Gloo.create_default_device()
+    """Returns the shared device: in gloo an address and its network thread. Nothing connects to the address."""
+    return _Gloo.create_device(hostname="127.0.0.1")
