@@ -106,7 +106,7 @@ def test_what_the_end_of_a_call_cuts_short_has_no_verdict(path: Path) -> None:
     cut = proof("hangs", limit_s=500.0)
     start = time.monotonic()
     assert not run([cut], results(path), quiet(13.0))
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 40
     assert kept(path)["hangs"]["status"] == CUT
     assert not run([proof("hangs", limit_s=2.0)], results(path), quiet())  # starts again
     assert kept(path)["hangs"]["status"] == TIMEOUT

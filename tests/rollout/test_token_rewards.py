@@ -65,7 +65,7 @@ def test_bytes_that_are_no_character_lose_none_of_the_text(bytes_and_more: Token
     broken = [bytes_and_more.token_to_id("Ģ")] * 3000
     began = time.process_time()
     assert characters(broken, lambda some: str(bytes_and_more.decode(list(some))))[-1] == 3000
-    assert within(time.process_time() - began, 5)
+    assert within(time.process_time() - began, 0.3)
 
 
 def test_a_special_token_has_no_character() -> None:

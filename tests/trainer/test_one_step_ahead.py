@@ -104,7 +104,7 @@ def test_what_is_generated_is_abandoned_at_the_end(config: Config) -> None:
         with pytest.raises(GracefulStop):
             rollouts.before_sync(step(1))
         start = time.monotonic()
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 15
 
 
 def test_a_batch_without_engines_is_generated_once_they_are_back(config: Config) -> None:

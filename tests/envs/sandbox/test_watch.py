@@ -68,7 +68,7 @@ def test_one_that_waits_to_be_reaped_hides_nothing(folder: Path) -> None:
 def test_many_short_ones_hide_nothing(folder: Path) -> None:
     """Runs many short processes: an ending process may refuse inspection before its end."""
     loop = "while true; do echo a | cat | cat >/dev/null; done"
-    assert looks(folder, "/bin/sh", loop, 1.0, 300, 0.01) == [None] * 300
+    assert looks(folder, "/bin/sh", loop, 0.3, 300, 0.01) == [None] * 300
 
 
 def test_one_that_hides_is_found(folder: Path) -> None:
