@@ -138,7 +138,7 @@ def difference_from_transformers(path: Path, request: Request, completion: Compl
 
 
 def vllm_process(engines: ActorGroup, rank: int) -> int:
-    """Returns the process id of vLLM's engine core, a child of the engine's actor.
+    """Returns the process id of vLLM's engine core, a child of the engine's actor, for an engine of one process.
 
     vLLM titles the process, unless its first environment variable was changed before: the command line is then that of
     Python's `multiprocessing`.
