@@ -41,14 +41,16 @@ LAYOUTS = {
 Passes = dict[str, list[dict[tuple[str, str], Pass]]]
 """Spec → rank → family and type of the weights → results."""
 POLICIES = {spec: PolicyConfig(spec=spec) for spec in ("te", "local")}
-HIDDEN, GRADIENT, FEWER_TOKENS = 0.03, 0.06, 0.09
+HIDDEN, GRADIENT, MORE_NOISE = 0.03, 0.06, 0.09
 """Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise. A
-context rank's gradient is a sum over half of the tokens, with more noise."""
+context rank's gradient is a sum over half of the tokens, with more noise; so is that of qwen2_moe's shared gate, a
+single row (0.076 on a CPU without AVX-512)."""
 EXACT = 1e-4
 """Largest distance in float32, of hidden states and of a parameter's gradient."""
 NOISE = 2.0
-"""Largest error of a model in bfloat16, relative to the local spec's, with biases and sinks, whose gradients are sums
-with much cancellation: in bfloat16 either spec is 0.2 from float32, in other parameters than the other spec."""
+"""Largest error of a model in bfloat16, relative to the local spec's, with biases, whose gradients are sums with much
+cancellation: in bfloat16 either spec is 0.2 from float32, in other parameters than the other spec. A layer's sinks, two
+numbers a rank, may cancel completely (errors of 2.7 and 0.9): they are compared in float32 alone."""
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -86,7 +88,7 @@ def test_layers_of_transformer_engine_compute_what_local_ones_do(
             continue
         errors = errors_of(passes, parallel, rank, (name, "te", "bfloat16"), (name, "local", "bfloat16"))
         assert errors.pop("hidden") < HIDDEN
-        limit = GRADIENT if parallel.context == 1 else FEWER_TOKENS
+        limit = GRADIENT if parallel.context == 1 and name != "qwen2_moe" else MORE_NOISE
         assert not {content: error for content, error in errors.items() if not error < limit}
 
 
@@ -100,6 +102,9 @@ def test_both_specs_are_equal_in_float32_and_as_far_from_it_in_bfloat16(
         assert not {content: error for content, error in errors.items() if not error < EXACT}
         engine, local = (errors_of(passes, parallel, rank, (name, spec, "bfloat16"), exact) for spec in POLICIES)
         assert engine.pop("hidden") < NOISE * local.pop("hidden")
+        for errors in (engine, local):
+            for content in [content for content in errors if "sinks" in str(content)]:
+                del errors[content]
         assert max(engine.values()) < NOISE * max(local.values())
 
 
