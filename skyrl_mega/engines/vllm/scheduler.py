@@ -28,8 +28,8 @@ from skyrl_mega.engines.vllm.drafts import AdaptiveScheduler
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
-HOLD_S = 0.25
-"""Longest time, in seconds, for which tokens are held."""
+HOLD_S = 1.0
+"""Longest time, in seconds, for which tokens are held. A request that reaches its time limit loses the tokens held."""
 
 _OTHER_FIELDS = [
     f for f in msgspec.structs.fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids", "new_logprobs")
