@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.scheduler import VOCABULARY, Loop, request, scheduler, settings
 from skyrl_mega.engines.vllm import scheduler as held
+from skyrl_mega.engines.vllm import steady
 from skyrl_mega.engines.vllm.scheduler import HoldingScheduler
 from skyrl_mega.engines.vllm.steady import is_plain, supported
 
@@ -42,6 +43,7 @@ class Pair:
     def __init__(self, config: VllmConfig, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(held.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(steady, "CAPACITY", 4)  # so that columns are added
         self.config = config
         self.vllm, self.ours = (Loop(scheduler(kind, config, blocks)) for kind in (Scheduler, HoldingScheduler))
         self.aborted: set[str] = set()

@@ -96,7 +96,7 @@ class RolloutConfig:
     `data.samples_per_prompt` independent trajectories. Evaluations and greedy answers always use the agent loop."""
     generator_options: dict[str, Any] = field(default_factory=dict)
     """Options of the generator."""
-    request_timeout_s: float = at_least(1, 600.0)
+    request_timeout_s: float = at_least(5, 600.0)
     """Seconds without a new token for any request of an engine; then the engine is restarted and the requests move to
     the remaining engines. A single request has no time limit, only `sampling.max_tokens`. When an endpoint is
     evaluated: seconds per attempt."""

@@ -1,8 +1,9 @@
-"""A vLLM scheduler that sends the tokens of a request in groups and schedules steady batches quickly.
+"""A vLLM scheduler that sends the tokens of several steps in one message and schedules steady batches quickly.
 
 vLLM packs the token and the log-prob of a request in every step, and the calling process unpacks both: for a small
-model, a sixth of an engine's computation. No caller here reads a response before the end, so tokens are held for at
-most `HOLD_S`: long enough to save this work, and short enough to notice a stalled engine.
+model, a sixth of an engine's computation. A request without a time limit and stop strings (`MAY_HOLD`) is read only at
+its end, so its tokens are held for at most `HOLD_S`: long enough to save this work, and short enough to notice a
+stalled engine.
 
 While the running requests stay the same and none waits, vLLM's own methods see only the requests with an event
 (`steady`). Any other step is vLLM's.
@@ -29,7 +30,8 @@ from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
 HOLD_S = 1.0
-"""Longest time, in seconds, for which tokens are held. A request that reaches its time limit loses the tokens held."""
+"""Seconds between two sendings of all held tokens. Well below the least `rollout.request_timeout_s`, 5 seconds without
+a token, after which an engine counts as stalled."""
 
 _OTHER_FIELDS = [
     f for f in msgspec.structs.fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids", "new_logprobs")
@@ -42,8 +44,8 @@ _DEFAULTS = tuple(f.default for f in _OTHER_FIELDS)
 class HoldingScheduler(AdaptiveScheduler):
     """A scheduler that holds the tokens of requests with `MAY_HOLD` in `extra_args`.
 
-    Tokens are sent when the request ends, `HOLD_S` are over, or vLLM pauses: everything sampled with old weights is
-    sent before weights change.
+    Tokens are sent when the request ends, `HOLD_S` seconds after the last sending, or when vLLM pauses: everything
+    sampled with old weights is sent before weights change.
     """
 
     running: list[Request]
@@ -80,8 +82,8 @@ class HoldingScheduler(AdaptiveScheduler):
         """Adds a step's sampled tokens to the requests as vLLM does, and returns client → message with the outputs to
         send now; clients without anything to send are left out.
 
-        Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S` seconds, or on a
-        pause.
+        Other outputs of a request are held, and merged into one when the request ends, `HOLD_S` seconds after the last
+        sending, or on a pause.
         """
         if self.batch is not None and self.batch.expects(scheduler_output, model_runner_output):
             ending = self._advance(self.batch, model_runner_output)
@@ -107,8 +109,7 @@ class HoldingScheduler(AdaptiveScheduler):
         return bool(super().has_requests() or (self._paused and any(self.held.values())))
 
     def finish_requests(self, *args: Any) -> list[Any]:
-        """Ends requests before their time, as vLLM's scheduler does, drops their held outputs, and returns the ended
-        requests."""
+        """Aborts requests as vLLM's scheduler does, drops their held outputs, and returns the aborted requests."""
         self._leave()
         ended: list[Any] = super().finish_requests(*args)
         for request in ended:
@@ -121,7 +122,8 @@ class HoldingScheduler(AdaptiveScheduler):
         super().set_pause_state(pause_state)
 
     def _steady_batch(self) -> SteadyBatch | None:
-        """Returns the steady batch of the running requests; None if they are none."""
+        """Returns the steady batch of the running requests; None if vLLM must schedule them. Ends a batch of other
+        requests."""
         if not self.may_be_steady or self._paused or self.waiting or self.kv_holding_waiting or not self.running:
             return None
         if self.batch is not None and self.batch.requests == self.running:
