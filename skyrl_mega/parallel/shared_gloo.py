@@ -1,8 +1,8 @@
 """A network thread shared by the gloo groups of a process that have a single member.
 
 By default each gloo group starts a network thread, and the thread wakes up 100 times a second. Megatron creates about
-20 groups per rank, and vLLM 16 per engine. Most of these groups have a single member. On a CPU the threads took 4 % of
-a core from each policy process, even from an idle one.
+20 groups per rank, and vLLM 16 per engine. Most of these groups have a single member. On a CPU the threads together
+used 4 % of a core in each policy process, even in an idle one.
 """
 
 from __future__ import annotations
@@ -41,5 +41,6 @@ def _init(group: Any, store: dist.Store, rank: int, size: int, *rest: Any, **nam
 
 @cache
 def _device() -> Any:
-    """Returns the shared device: in gloo an address and its network thread. Nothing connects to the address."""
+    """Returns the shared device: in gloo an address and its network thread. Nothing connects to the address, so
+    GLOO_SOCKET_IFNAME does not matter."""
     return _Gloo.create_device(hostname="127.0.0.1")

@@ -43,14 +43,15 @@ Passes = dict[str, list[dict[tuple[str, str], Pass]]]
 POLICIES = {spec: PolicyConfig(spec=spec) for spec in ("te", "local")}
 HIDDEN, GRADIENT, MORE_NOISE = 0.03, 0.06, 0.09
 """Largest distance of hidden states, and of a parameter's gradient, relative to the local spec's: bfloat16's noise. A
-context rank's gradient is a sum over half of the tokens, with more noise; so is that of qwen2_moe's shared gate, a
-single row (0.076 on a CPU without AVX-512)."""
+context rank's gradient is a sum over half of the tokens, with more noise; qwen2_moe's shared gate, a single row, has
+more noise too (0.076 on a CPU without AVX-512)."""
 EXACT = 1e-4
 """Largest distance in float32, of hidden states and of a parameter's gradient."""
 NOISE = 2.0
-"""Largest error of a model in bfloat16, relative to the local spec's, with biases, whose gradients are sums with much
-cancellation: in bfloat16 either spec is 0.2 from float32, in other parameters than the other spec. A layer's sinks, two
-numbers a rank, may cancel completely (errors of 2.7 and 0.9): they are compared in float32 alone."""
+"""Largest ratio of Transformer Engine's error in bfloat16 to the local spec's, for a model with biases. Errors are
+distances from float32, relative to it. Gradients of biases are sums with much cancellation: either spec's error is up
+to 0.2, in other parameters than the other spec's. The gradient of a layer's sinks, a few numbers, may cancel completely
+(errors of 2.7 and 0.9): sinks are compared in float32 alone."""
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -88,12 +89,13 @@ def test_layers_of_transformer_engine_compute_what_local_ones_do(
             continue
         errors = errors_of(passes, parallel, rank, (name, "te", "bfloat16"), (name, "local", "bfloat16"))
         assert errors.pop("hidden") < HIDDEN
-        limit = GRADIENT if parallel.context == 1 and name != "qwen2_moe" else MORE_NOISE
-        assert not {content: error for content, error in errors.items() if not error < limit}
+        for content, error in errors.items():
+            noisy = parallel.context > 1 or "shared_expert_gate" in str(content)
+            assert error < (MORE_NOISE if noisy else GRADIENT), content
 
 
 @pytest.mark.parametrize("name", BOTH_TYPES)
-def test_both_specs_are_equal_in_float32_and_as_far_from_it_in_bfloat16(
+def test_both_specs_are_equal_in_float32_and_about_as_far_from_it_in_bfloat16(
     passes: Passes, parallel: ParallelDims, name: str
 ) -> None:
     for rank in range(parallel.ranks):
@@ -125,7 +127,7 @@ def errors_of(
 def gradients_by_content(
     hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: str, of: Pass
 ) -> dict[tuple[Any, ...], Any]:
-    """Returns gradients by a parameter's Hugging Face tensors, without those that no token has."""
+    """Returns gradients by a parameter's Hugging Face tensors, without absent ones and those that are all zero."""
     return {
         holds: gradient
         for name, holds in contents(hf, parallel, rank, spec)

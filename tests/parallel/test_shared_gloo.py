@@ -20,7 +20,8 @@ LIMIT = timedelta(seconds=77)
 
 
 def use_groups(rank: int, address: str, shared: bool) -> int:
-    """Computes in a group of two ranks and in ten groups of each rank; returns the number of network threads."""
+    """Computes in a group of two ranks and in ten groups with this rank alone; returns the number of network
+    threads."""
     if shared:
         share_gloo_threads()
         share_gloo_threads()

@@ -43,7 +43,8 @@ def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
 
 
 def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
-    """Builds a tiny model from another config.json, in a folder with or without a tokenizer."""
+    """Writes a tiny model with the config.json `hf` and random weights to the existing folder `path`, and returns it.
+    A tokenizer there stays."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: 1 + 0.3 * torch.randn(shape, generator=generator)
@@ -138,7 +139,8 @@ def difference_from_transformers(path: Path, request: Request, completion: Compl
 
 
 def vllm_process(engines: ActorGroup, rank: int) -> int:
-    """Returns the process id of vLLM's engine core, a child of the engine's actor, for an engine of one process.
+    """Returns the process id of vLLM's engine core, a child of the engine's actor, for an engine without workers of
+    its own.
 
     vLLM titles the process, unless its first environment variable was changed before: the command line is then that of
     Python's `multiprocessing`.
