@@ -81,8 +81,9 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting:
     """
     start = quiet_since = time.monotonic()
     while time.monotonic() - start < LONGEST_S:
+        runs = bool(starting) and runs_with(starting)  # before the listing, which then has what an ended client started
         names = output_of(listing)
-        if names is None or names or (starting and runs_with(starting)):
+        if names is None or names or runs:
             quiet_since = time.monotonic()
         elif time.monotonic() - quiet_since >= quiet_s:
             return
