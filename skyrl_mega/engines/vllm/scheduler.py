@@ -135,7 +135,8 @@ class HoldingScheduler(AdaptiveScheduler):
         return SteadyBatch(self.running, self.max_model_len)
 
     def _advance(self, batch: SteadyBatch, output: ModelRunnerOutput) -> list[str]:
-        """Advances the batch. Requests that may end leave it first; returns their ids, for vLLM to end them."""
+        """Removes the requests that may end from the batch, adds the step's tokens to the others, and returns the ids
+        of the removed requests: vLLM ends them."""
         ending = batch.ending(output)
         names = [batch.ids[i] for i in ending]
         if ending:

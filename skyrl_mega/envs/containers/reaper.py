@@ -81,9 +81,10 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting:
     """
     start = quiet_since = time.monotonic()
     while time.monotonic() - start < LONGEST_S:
-        runs = bool(starting) and runs_with(starting)  # before the listing, which then has what an ended client started
+        # Clients first: the container of a client that has ended since is then in the listing.
+        client_runs = bool(starting) and runs_with(starting)
         names = output_of(listing)
-        if names is None or names or runs:
+        if names is None or names or client_runs:
             quiet_since = time.monotonic()
         elif time.monotonic() - quiet_since >= quiet_s:
             return

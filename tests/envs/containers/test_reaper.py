@@ -80,6 +80,19 @@ def test_a_reaper_waits_for_clients_that_start_containers(tmp_path: Path, monkey
     assert client.wait() == 0 and not list(boxes.iterdir())
 
 
+def test_a_container_started_during_the_listing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "ROUND_S", 0.05)
+    boxes, listed = tmp_path / "boxes", tmp_path / "listed"
+    boxes.mkdir()
+    mark = f"--label=owner={tmp_path}"
+    start = 'until [ -e "$0" ]; do sleep 0.05; done; touch "$1"/box'
+    client = subprocess.Popen(["sh", "-c", start, str(listed), str(boxes), mark])
+    assert wait_until(lambda: reaper.runs_with(mark))
+    listing = ["sh", "-c", f"ls {boxes}; [ -e {listed} ] || (touch {listed}; sleep 1)"]  # the client ends meanwhile
+    reaper.remove_all(listing, ["sh", "-c", f"rm {boxes}/$0"], 0.0, mark)
+    assert client.wait() == 0 and not list(boxes.iterdir())
+
+
 def test_a_process_has_one_reaper_for_a_listing() -> None:
     assert owner.start_reaper(["true"], ["true"])
     assert not owner.start_reaper(["true"], ["true"])
