@@ -97,9 +97,9 @@ class RolloutConfig:
     generator_options: dict[str, Any] = field(default_factory=dict)
     """Options of the generator."""
     request_timeout_s: float = at_least(5, 600.0)
-    """Seconds without a new token for any request of an engine; then the engine is restarted and the requests move to
-    the remaining engines. A single request has no time limit, only `sampling.max_tokens`. When an endpoint is
-    evaluated: seconds per attempt."""
+    """Seconds in which no request of an engine gets a token; then the engine is restarted and the requests move to the
+    remaining engines. At least 5, since an engine on a CPU sends tokens once a second. A single request has no time
+    limit, only `sampling.max_tokens`. When an endpoint is evaluated: seconds per attempt."""
     restarts: int = at_least(0, 10)
     """Number of engine restarts after faults in a run; the next fault ends the run and the error names the root cause.
     Rollout workers (`environment.processes`) have a separate restart budget of the same size."""

@@ -71,7 +71,7 @@ def runs_with(argument: str) -> bool:
 
 def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting: str = "") -> None:
     """Removes the listed containers, round after round, until for `quiet_s` seconds none has been listed and no process
-    with the argument `starting` has run, at most `LONGEST_S` seconds long. Failed commands are repeated.
+    with the argument `starting` has run. Starts no round after `LONGEST_S` seconds. Failed commands are repeated.
 
     Args:
         listing: Command that prints the names of containers.
