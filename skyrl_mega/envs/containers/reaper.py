@@ -80,17 +80,18 @@ def remove_all(listing: list[str], removal: list[str], quiet_s: float, starting:
         starting: Argument on the command line of client programs that start containers; "" for none.
     """
     start = quiet_since = time.monotonic()
-    while time.monotonic() - start < LONGEST_S:
-        # Clients first: the container of a client that has ended since is then in the listing.
+    while (round_start := time.monotonic()) - start < LONGEST_S:
+        # Clients first: if none runs now, the listing has the containers of all that have ended.
         client_runs = bool(starting) and runs_with(starting)
         names = output_of(listing)
-        if names is None or names or client_runs:
-            quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since >= quiet_s:
+        quiet = names is not None and not names and not client_runs
+        if quiet and round_start - quiet_since >= quiet_s:
             return
         for first in range(0, len(names or ()), AT_ONCE):
             left_s = start + LONGEST_S - time.monotonic()  # containers with many files take minutes
             output_of([*removal, *(names or ())[first : first + AT_ONCE]], max(COMMAND_S, left_s))
+        if not quiet:
+            quiet_since = time.monotonic()
         time.sleep(ROUND_S)
 
 

@@ -93,6 +93,15 @@ def test_a_container_started_during_the_listing_is_removed(tmp_path: Path, monke
     assert client.wait() == 0 and not list(boxes.iterdir())
 
 
+def test_a_slow_listing_is_no_quiet_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "ROUND_S", 0.05)
+    boxes, listed = tmp_path / "boxes", tmp_path / "listed"
+    boxes.mkdir()
+    listing = ["sh", "-c", f"ls {boxes}; [ -e {listed} ] || (sleep 1; touch {listed} {boxes}/late)"]
+    reaper.remove_all(listing, ["sh", "-c", f"rm {boxes}/$0"], 0.5)
+    assert listed.exists() and not list(boxes.iterdir())
+
+
 def test_a_process_has_one_reaper_for_a_listing() -> None:
     assert owner.start_reaper(["true"], ["true"])
     assert not owner.start_reaper(["true"], ["true"])
