@@ -1,4 +1,4 @@
-"""`python -m skyrl_mega.config migrate`: settings of SkyRL, verl, slime or TRL as a file for our launcher."""
+"""`python -m skyrl_mega.config migrate`: settings of SkyRL, verl, slime, TRL or NeMo-RL as a file for our launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_mega.config.migrate import text
 from skyrl_mega.config.migrate.read import read
 from skyrl_mega.config.migrate.translate import translate
 
-PROGRAMS = {"verl": "verl", "skyrl": "SkyRL", "slime": "slime", "trl": "TRL"}
+PROGRAMS = {"verl": "verl", "skyrl": "SkyRL", "slime": "slime", "trl": "TRL", "nemo": "NeMo-RL"}
 """Names on the command line → names of `other_programs/table.yaml`."""
 LONGEST_LINE = 4096
 """Maximum bytes of the line with the mark of this command."""
@@ -28,6 +28,7 @@ EPILOG = """\
   migrate slime run-qwen3-30B-A3B.sh --json
   migrate trl train_grpo.py --num_processes 4                 a Python script is read, never imported
   migrate trl --learning_rate 1e-6 --num_generations 8
+  migrate nemo examples/configs/grpo_math_8B_megatron.yaml cluster.num_nodes=4
 """
 
 
@@ -36,7 +37,7 @@ def parser() -> Parser:
     p = Parser(
         prog="python -m skyrl_mega.config migrate",
         description="Writes the settings of another program's run as our YAML, and what happened to each setting.",
-        usage="%(prog)s verl|skyrl|slime|trl FILE_OR_ARGUMENTS… [--out FILE] [--json] [--plain]",
+        usage="%(prog)s verl|skyrl|slime|trl|nemo FILE_OR_ARGUMENTS… [--out FILE] [--json] [--plain]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

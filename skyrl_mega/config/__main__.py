@@ -1,7 +1,7 @@
 """`python -m skyrl_mega.config > docs/configuration.md`: manual of every setting, generated from the schema's
 docstrings.
 
-`python -m skyrl_mega.config migrate verl|skyrl|slime|trl FILE_OR_ARGUMENTS`: another program's run as our YAML.
+`python -m skyrl_mega.config migrate verl|skyrl|slime|trl|nemo FILE_OR_ARGUMENTS`: another program's run as our YAML.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ A run is configured by one YAML file, plus settings on the command line that ove
   `algorithm/grpo.yaml` instead.
 - `${run.name}` inserts the value of another setting.
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
-- The second table of a group lists the names of its settings in SkyRL, verl, slime and TRL. All keys of these programs
-  are in [migration.md](migration.md).
+- The second table of a group lists the names of its settings in SkyRL, verl, slime, TRL and NeMo-RL. All keys of these
+  programs are in [migration.md](migration.md).
 - An unknown key, a wrong type or an impossible value ends the command with one line and exit code 2, before any process
   starts.
 - `--dry-run` checks everything and prints the plan, with `--settings` also all settings ([dry-run.md](dry-run.md));

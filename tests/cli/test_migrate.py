@@ -99,8 +99,8 @@ def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "the name of a program is missing; allowed is verl, skyrl, slime, trl"),
-        (["nemo", "x.sh"], "migrate = nemo: no such program; allowed is verl"),
+        ([], "the name of a program is missing; allowed is verl, skyrl, slime, trl, nemo"),
+        (["areal", "x.sh"], "migrate = areal: no such program; allowed is verl"),
         (["verl"], "no setting of verl is given"),
         (["verl", "gone.sh"], "gone.sh: no such file"),
         (["slime", "{script}"], "has no command with settings of slime"),

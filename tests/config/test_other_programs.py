@@ -1,4 +1,4 @@
-"""Messages for settings of SkyRL, verl, slime or TRL."""
+"""Messages for settings of SkyRL, verl, slime, TRL or NeMo-RL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_mega.config.other_programs.table import Counterpart, programs
 ROOT = Path(__file__).parents[2]
 FREE = [name for name, key in keys().items() if key.type is dict]
 YAML = {"null": None, "true": True, "false": False, "-1": -1, "0": 0}
-SAME = {"data.shuffle", "algorithm.gamma"}
+SAME = {"data.shuffle", "algorithm.gamma", "policy.precision", "cluster.gpus_per_node"}
 """Settings with the same name here."""
 
 

@@ -43,6 +43,8 @@ class Migration:
     """The account: a row per given or added setting."""
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed because the input does not contain them."""
+    inherited: set[str] = field(default_factory=set)
+    """Given keys from files that the user's file inherits from, and given nowhere else."""
     open_layout: bool = False
     """True if the other program sharded the model by FSDP or ZeRO: the caller must choose `policy.layout`."""
 

@@ -10,11 +10,17 @@ from typing import Any
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.migrate.state import TranslationState
 
-ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
+ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward", "hf_math_verify", "math_verify")
 """Graders of other programs with a mathematical comparison of the final answer."""
 FILES = (
-    ("data.train", "train.parquet", ("data.train_files", "--prompt-data", "dataset_name")),
-    ("data.eval", "test.parquet", ("data.val_files", "--eval-prompt-data")),
+    (
+        *("data.train", "train.parquet"),
+        ("data.train_files", "--prompt-data", "dataset_name", "data.train.dataset_name", "data.train.data_path"),
+    ),
+    (
+        *("data.eval", "test.parquet"),
+        ("data.val_files", "--eval-prompt-data", "data.validation.dataset_name", "data.validation.data_path"),
+    ),
 )
 """Our setting of data files, the file that `data.prepare` writes, and the other programs' keys."""
 
@@ -32,6 +38,7 @@ def choose(t: TranslationState) -> None:
     if t.migration.settings.get("environment.reward_function"):
         pass  # the function judges the rows as they are
     elif known:
+        _replace(t, "data.default.env_name", {}, "the rows that data.prepare writes name their environment")
         known(t, first)
     elif t.program == "TRL" and first:
         folder = f"data/{first.rpartition('/')[2]}"
@@ -65,7 +72,8 @@ def _rows(name: str) -> str:
 def _math(t: TranslationState, file: str) -> None:
     """Adds the conversion of DAPO-Math-17k."""
     rewards = [*t.theirs("reward_funcs")] if isinstance(t.theirs("reward_funcs"), list) else []
-    grader = "math" if {str(t.theirs("--rm-type")), *map(str, rewards)} & {*ALGEBRA} else "aime"
+    graders = {str(t.theirs(key)) for key in ("--rm-type", "env.math.math_verify_impl")} | {*map(str, rewards)}
+    grader = "math" if graders & {*ALGEBRA} else "aime"
     folder = posixpath.join(posixpath.dirname(file), "skyrl_mega")
     tests = t.migration.settings.get("data.eval") or []
     arguments = ["math", "--output", "${data.folder}", "--env", grader, "--train-file", file]
@@ -79,6 +87,8 @@ def _math(t: TranslationState, file: str) -> None:
         for key in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
             if t.theirs(key) == "dapo":
                 _replace(t, key, answer, "environment aime grades: the last `Answer:` line alone counts, ±1")
+        if t.theirs("grpo.reward_scaling.enabled") and t.theirs("grpo.reward_scaling.target_min") == -1:
+            _replace(t, "grpo.reward_scaling.enabled", answer, "environment aime grades with ±1")
         t.migration.add("data set: mathematics", answer, "the last `Answer:` line alone counts, ±1, as in DAPO")
 
 
@@ -100,6 +110,8 @@ def _replace_files(t: TranslationState, why: str, *, with_tests: bool = True) ->
 def _replace(t: TranslationState, key: str, settings: dict[str, Any], why: str) -> None:
     """Replaces the row and the settings of a given key."""
     if key in t.given:
+        for name in {name for row in t.migration.rows if row.theirs == key for name in row.ours}:
+            t.migration.settings.pop(name, None)
         t.migration.rows = [row for row in t.migration.rows if row.theirs != key]
         for name in settings:
             t.migration.settings.pop(name, None)

@@ -16,6 +16,8 @@ START_SECONDS = 1800
 """Time limit for the start on several nodes, as in `configs/cluster/`."""
 STEPS_DECIDE = {"slime": ("--num-rollout", "--num-epoch"), "TRL": ("max_steps", "num_train_epochs")}
 """Program → (key of the number of steps, key of the number of epochs). Given steps make the epochs ineffective."""
+ENGINES = "policy.generation.colocated.resources"
+"""NeMo-RL's group for the GPUs of engines that share none with the policy."""
 ENDLESS = 1_000_000
 """Number of epochs out of reach of every run, so `run.steps` ends the run."""
 
@@ -207,11 +209,13 @@ def cluster(t: TranslationState) -> None:
     migration = t.migration
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
     policy = nodes * gpus
+    if t.program == "NeMo-RL":
+        _engine_nodes(t)
     if t.ours("cluster.shared"):
         why = f"{policy} GPUs / rollout.tensor={tensor}"
         migration.add("engines on all GPUs", {"rollout.engines": max(1, policy // tensor)}, why)
         migration.add("shared GPUs", {"residency.keep": []}, "policy and engines take turns in a GPU's memory")
-    elif t.program != "verl":
+    elif t.program not in ("verl", "NeMo-RL"):
         engines = t.ours("rollout.engines") * tensor
         every = math.ceil((policy + engines) / gpus)
         migration.add("separate GPUs", {"policy.ranks": policy}, "the policy's GPUs; the engines have the others")
@@ -226,10 +230,41 @@ def cluster(t: TranslationState) -> None:
     migration.open_layout = _cut_by_fsdp(t)
 
 
+def _engine_nodes(t: TranslationState) -> None:
+    """Divides the GPUs into those of the policy and of the engines, by NeMo-RL's numbers of the engines, unless both
+    share all GPUs."""
+    if t.ours("cluster.shared"):
+        for name in ("num_nodes", "gpus_per_node"):
+            why = "policy.generation.colocated.enabled=true: it has no effect there"
+            t.consume(f"{ENGINES}.{name}", "dropped", {}, why)
+        return
+    nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
+    given = [_whole(t.theirs(f"{ENGINES}.{name}")) for name in ("num_nodes", "gpus_per_node")]
+    engine_gpus = (given[0] or 1) * (given[1] or gpus)
+    policy = nodes * gpus - engine_gpus
+    if given == [None, None] or policy < 1:
+        t.migration.assumptions.append(
+            f"the engines have GPUs of their own, and {ENGINES} does not say how many of the {nodes * gpus}; "
+            "give policy.ranks and rollout.engines"
+        )
+        settings: dict[str, Any] = {}
+        why = "how many GPUs the engines have is unknown"
+    else:
+        settings = {"policy.ranks": policy, "rollout.engines": max(1, engine_gpus // tensor)}
+        why = f"{engine_gpus} of {nodes * gpus} GPUs are the engines', each of rollout.tensor={tensor}"
+    for name in ("num_nodes", "gpus_per_node"):
+        if f"{ENGINES}.{name}" in t.given and t.theirs(f"{ENGINES}.{name}") is not None and settings:
+            t.consume(f"{ENGINES}.{name}", "changed", settings, why)
+        else:
+            t.consume(f"{ENGINES}.{name}", "dropped", {}, "not set there" if settings else why)
+
+
 def _cut_by_fsdp(t: TranslationState) -> bool:
     """True if the model was cut by FSDP or ZeRO, which has no tensor, pipeline or expert sizes."""
     if t.program == "TRL":
         return True
+    if t.program == "NeMo-RL":
+        return not t.theirs("policy.megatron_cfg.enabled")
     if t.program == "slime":
         return t.theirs("--train-backend") == "fsdp"
     megatron = any(".megatron." in key or ".megatron_config." in key for key in t.given)

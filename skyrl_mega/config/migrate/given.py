@@ -23,9 +23,11 @@ class GivenSettings:
     """All given settings of another program, from a file or from command-line arguments."""
 
     program: str
-    """Program as named in `other_programs/table.yaml`: SkyRL, verl, slime or TRL."""
+    """Program as named in `other_programs/table.yaml`: SkyRL, verl, slime, TRL or NeMo-RL."""
     settings: list[Given] = field(default_factory=list)
     """Settings in their order; a later setting replaces an earlier setting of the same key."""
+    inherited: set[str] = field(default_factory=set)
+    """Keys in files that the user's file inherits from (`inheritance`), and given nowhere else."""
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed, such as defaults that environment variables could replace."""
     entry: str = ""

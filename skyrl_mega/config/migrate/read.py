@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from omegaconf.resolvers import oc
 
 from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.migrate import python_script, shell
+from skyrl_mega.config.migrate import inheritance, python_script, shell
 from skyrl_mega.config.migrate.expansion import Variables
 from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.shell import Argument, Command
@@ -24,8 +25,10 @@ from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import programs
 
 SUFFIXES = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".yaml": "yaml", ".yml": "yaml"}
-HYDRA = ("SkyRL", "verl")
+HYDRA = ("SkyRL", "verl", "NeMo-RL")
 """Programs with `key=value` arguments; slime and TRL take `--option value`."""
+CONFIG_OPTION = "--config"
+"""NeMo-RL's option for its YAML file."""
 FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
 """Options by which Hydra finds the settings file of a program in `HYDRA`."""
 LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
@@ -33,6 +36,13 @@ MOST_VALUES = 100_000
 """Maximum number of values in a YAML file."""
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
 _HYDRA = re.compile(r"(?:\+\+|\+)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
+ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+"""Functions that NeMo-RL's files may use, as in `${mul:${policy.a},2}`."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -43,7 +53,7 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
     Arguments after a file are later settings and replace those of the file. Nothing is run.
 
     Args:
-        program: SkyRL, verl, slime or TRL.
+        program: SkyRL, verl, slime, TRL or NeMo-RL.
         words: The arguments of the command after the program.
 
     Raises:
@@ -60,7 +70,7 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
                 "no such file", key=words[0], fix="give a .sh, .yaml or .py file, or the arguments themselves"
             )
         {"shell": _read_shell, "yaml": _read_yaml, "python": _read_python}[kind](reading, path)
-    reading.settings += _settings(program, arguments)
+    _read_arguments(reading, arguments)
     for given in reading.settings:
         try:
             safe_read.check_value(given.value)
@@ -100,7 +110,7 @@ def _read_shell(reading: GivenSettings, path: Path) -> None:
     for option, value in pairwise(launcher):
         if option.text in LAUNCHER_PROCESSES and value.text.isdigit():
             reading.processes = int(value.text)
-    reading.settings += _settings(reading.program, arguments)
+    _read_arguments(reading, arguments)
     reading.assumptions += script.variables.assumptions
     if len(commands) > 1:
         number = next(n for n, each in enumerate(commands, 1) if each is command)
@@ -131,6 +141,27 @@ def _split(command: Command) -> tuple[str, Command]:
         elif word.text == "grpo" and n and command[n - 1].text.endswith("trl"):
             start, entry = n + 1, "trl grpo"
     return entry, command[start:]
+
+
+def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument]) -> None:
+    """Adds the settings of a command line, after those of the file that NeMo-RL's option `--config` names."""
+    arguments = [*arguments]
+    for n, argument in enumerate(arguments):
+        option, assigned, name = argument.text.partition("=")
+        if reading.program != "NeMo-RL" or option != CONFIG_OPTION or not (assigned or n + 1 < len(arguments)):
+            continue
+        used = arguments[n : n + (1 if assigned else 2)]
+        del arguments[n : n + len(used)]
+        path = Path(name if assigned else used[-1].text)
+        if path.is_file() and not used[-1].unresolved:
+            _read_yaml(reading, path)
+        else:
+            advice = "the file is not here: give it in front of the other settings, or start in the folder of NeMo-RL"
+            reading.settings.append(Given(CONFIG_OPTION, str(path), used[-1].unresolved or advice))
+        break
+    given = _settings(reading.program, arguments)
+    reading.settings += given
+    reading.inherited -= {each.key for each in given}
 
 
 def _settings(program: str, arguments: Sequence[Argument]) -> list[Given]:
@@ -201,9 +232,7 @@ def parsed(text: str) -> Any:
 def _read_yaml(reading: GivenSettings, path: Path) -> None:
     """Takes every key of a file; `${…}` between keys is replaced where the file alone decides the value."""
     try:
-        content = yaml.safe_load(shell.script_text(path))
-        if not isinstance(content, dict):
-            raise UserError("holds no mapping of settings", key=path, fix="give a file such as `trainer: {nnodes: 2}`")
+        content = _content(path) if reading.program != "NeMo-RL" else inheritance.merged(path, _content, reading)
         _check_size(content, path)
         tree = OmegaConf.create({str(key): value for key, value in content.items()})
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
@@ -214,6 +243,16 @@ def _read_yaml(reading: GivenSettings, path: Path) -> None:
         for key, inner in _leaves(reading.program, str(name), value):
             spelled = f"--{key.replace('_', '-').removeprefix('--')}" if reading.program == "slime" else key
             reading.settings.append(_resolved(spelled, key, inner, tree))
+    own = {key for name, value in _content(path).items() for key, _ in _leaves(reading.program, name, value)}
+    reading.inherited |= {given.key for given in reading.settings} - own if reading.program == "NeMo-RL" else set()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Returns the mapping in a YAML file."""
+    content = yaml.safe_load(shell.script_text(path))
+    if not isinstance(content, dict):
+        raise UserError("holds no mapping of settings", key=path, fix="give a file such as `trainer: {nnodes: 2}`")
+    return content
 
 
 def _check_size(content: Any, path: Path) -> None:
@@ -258,7 +297,8 @@ def _resolved(name: str, key: str, value: Any, tree: Any) -> Given:
 
 @contextmanager
 def _without_environment() -> Iterator[list[str]]:
-    """Makes `oc.env` fail inside the block; yields the list of variables that were asked for."""
+    """Makes `oc.env` fail inside the block, and NeMo-RL's `${mul:2,3}` count; yields the list of variables that were
+    asked for."""
     asked = list[str]()
 
     def refuse(variable: str, default: Any = None) -> Any:
@@ -266,10 +306,14 @@ def _without_environment() -> Iterator[list[str]]:
         raise LookupError(f"{variable} is read when the run starts")
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    for name, function in ARITHMETIC.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
     try:
         yield asked
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        for name in ARITHMETIC:
+            OmegaConf.clear_resolver(name)
 
 
 def _read_python(reading: GivenSettings, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,10 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config.other_programs.table import Counterpart
 
 FILE = Path(__file__).with_name("translation.yaml")
-OFF = (None, False, 0, "", "no", "none", "adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused")
+OFF = (
+    *(None, False, 0, "", "no", "none"),
+    *("adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused", "torch.optim.adamw"),
+)
 """Values with which a setting without a counterpart makes no difference to training."""
 
 
@@ -35,12 +38,30 @@ class Switch:
     default: Any
     """The program's default of the switch."""
     turns_on: Mapping[str, tuple[str, ...]]
-    """Value of the switch, as written in YAML → keys with an effect under this value."""
+    """Value of the switch, as written in YAML → keys with an effect under this value; `group.*` stands for all keys
+    below the group, except for the switch itself."""
 
     @property
     def governed(self) -> set[str]:
         """All keys in `turns_on`: without an effect under every other value of the switch."""
         return {key for keys in self.turns_on.values() for key in keys}
+
+    def turns_on_key(self, key: str, value: str) -> bool:
+        """Returns True if `key` has an effect while the switch has the value, as written in YAML."""
+        return _among(key, self.turns_on.get(value, ()))
+
+    def governs(self, key: str) -> bool:
+        """Returns True if only some values of the switch give `key` an effect."""
+        return _among(key, self.governed)
+
+    def encloses(self, key: str) -> bool:
+        """Returns True if the switch governs the whole group of `key`, as `group.*`."""
+        return self.governs(key) and key not in self.governed
+
+
+def _among(key: str, names: Iterable[str]) -> bool:
+    """Returns True if `key` is one of the names, or below a name that ends in `.*`."""
+    return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in names)
 
 
 @dataclass(frozen=True)
@@ -59,8 +80,8 @@ class Rules:
 
 @cache
 def rules(program: str) -> Rules:
-    """Returns the translation rules of a program (SkyRL, verl, slime or TRL), from `translation.yaml`. Raises KeyError
-    for another name."""
+    """Returns the translation rules of a program (SkyRL, verl, slime, TRL or NeMo-RL), from `translation.yaml`. Raises
+    KeyError for another name."""
     content = _file()
     switches = {
         key: Switch(value["default"], {name: tuple(keys) for name, keys in value.items() if name != "default"})

@@ -26,7 +26,7 @@ class TranslationState:
         """Indexes the given settings by key."""
         self.program, self.reading = reading.program, reading
         self.rules = rules(reading.program)
-        self.migration = Migration(reading.program, assumptions=list(reading.assumptions))
+        self.migration = Migration(reading.program, assumptions=list(reading.assumptions), inherited=reading.inherited)
         self.given: dict[str, Given] = {}
         """Settings of the other program by key; the last value if a key is given again."""
         for given in reading.settings:

@@ -69,8 +69,11 @@ def as_text(migration: Migration) -> str:
     lines = [f"assumed: {line}" for line in migration.assumptions]
     for kind in KINDS:
         rows = [row for row in migration.rows if row.kind == kind]
+        shown_rows = [row for row in rows if kind != "dropped" or row.look or row.theirs not in migration.inherited]
         if rows:
-            lines += ["", f"{TITLES[kind]}: {len(rows)}", *_aligned([*map(_cells, rows)])]
+            lines += ["", f"{TITLES[kind]}: {len(rows)}", *_aligned([*map(_cells, shown_rows)])]
+        if hidden_rows := len(rows) - len(shown_rows):
+            lines.append(f"  … and {hidden_rows} settings of the files that the file inherits from (--json lists them)")
     lines += ["", *_remaining(migration), "", summary(migration), *_look(migration)]
     return "\n".join(lines).lstrip("\n")
 
@@ -149,8 +152,8 @@ def _cells(row: AccountRow) -> tuple[str, str, str]:
 
 def _aligned(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     """Yields lines with aligned columns; a column too wide for its place starts the next column on a new line."""
-    left = min(WIDEST, max(len(row[0]) for row in rows))
-    middle = min(WIDEST, max(len(row[1]) for row in rows))
+    left = min(WIDEST, max((len(row[0]) for row in rows), default=0))
+    middle = min(WIDEST, max((len(row[1]) for row in rows), default=0))
     for theirs, ours, why in rows:
         line = f"  {theirs:<{left}}  {ours:<{middle}}"
         yield f"{line}  {why}".rstrip()

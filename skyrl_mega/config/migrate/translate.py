@@ -14,7 +14,7 @@ from skyrl_mega.config.migrate.account import AccountRow, Migration
 from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
 from skyrl_mega.config.migrate.given import Given, GivenSettings
-from skyrl_mega.config.migrate.read import FILE_OPTIONS
+from skyrl_mega.config.migrate.read import CONFIG_OPTION, FILE_OPTIONS
 from skyrl_mega.config.migrate.rules import Conversion, conversion, needs_look
 from skyrl_mega.config.migrate.state import KEEP, TranslationState, shorter
 from skyrl_mega.config.other_programs import lookup
@@ -108,6 +108,9 @@ class Translator(TranslationState):
         fixed = dict(self.rules.fixed)
         if not self.ours("algorithm.kl.coefficient"):
             fixed.pop("algorithm.kl.mean", None)
+            fixed.pop("algorithm.kl.unbiased", None)
+        if self.ours("algorithm.kl.where") == "reward" or self.ours("algorithm.kl.estimator") not in ("k1", "k3"):
+            fixed.pop("algorithm.kl.unbiased", None)
         if not self.ours("policy.optimizer.warmup_steps"):
             fixed.pop("policy.optimizer.warmup_from_zero", None)
         self.migration.add(f"as {self.program} always does", fixed)
@@ -136,6 +139,8 @@ class Translator(TranslationState):
         def dropped(why: str, *, look: bool = False) -> AccountRow:
             return AccountRow("dropped", given.key, given.value, why=why, look=look)
 
+        if given.value in (None, {}) and any(key.startswith(f"{given.key}.") for key in self.table):
+            return dropped("a group without settings")
         if entry is None:
             return AccountRow("unknown", given.key, given.value, why=self._unknown(given), look=True)
         if not entry.here and not entry.values:
@@ -194,14 +199,19 @@ class Translator(TranslationState):
         return CONVERSIONS[rule.name](value, here, rule.argument, self)
 
     def _turned_off(self, key: str) -> str:
-        """Returns the reason why a key has no effect under its switches; empty if the key has an effect."""
+        """Returns the reason why a key has no effect under its switches; empty if the key has an effect. One switch of
+        its whole group that is off is enough; of switches that name the key itself, one that is on is enough."""
         if why := kl.left_out(self, key):
             return why
-        above = {name: switch for name, switch in self.rules.switches.items() if key in switch.governed}
+        above = {name: switch for name, switch in self.rules.switches.items() if name != key and switch.governs(key)}
         states = {name: self.theirs(name) for name in above}
-        if not above or any(key in above[name].turns_on.get(_text(value), ()) for name, value in states.items()):
+        off = [name for name, value in states.items() if not above[name].turns_on_key(key, _text(value))]
+        groups = [name for name in off if above[name].encloses(key)]
+        others = [name for name in above if not above[name].encloses(key)]
+        reasons = groups or (others if set(others) <= set(off) else [])
+        if not reasons:
             return ""
-        return " and ".join(f"{name}={shown(value)}" for name, value in states.items()) + ": it has no effect there"
+        return " and ".join(f"{name}={shown(states[name])}" for name in reasons) + ": it has no effect there"
 
     def _contextual(self, key: str, value: Any, entry: Counterpart | None) -> bool:
         if entry is None:
@@ -222,7 +232,7 @@ class Translator(TranslationState):
         same = [key for key in self.table if key.rpartition(".")[2] == last and len(last) > 4]
         near = get_close_matches(given.key, same or list(self.table), n=1, cutoff=0.3 if same else 0.75)
         hint = f"the nearest known is {near[0]}" if near else "no known key is near"
-        if given.key in FILE_OPTIONS:
+        if given.key in (*FILE_OPTIONS, CONFIG_OPTION):
             return given.unresolved
         return f"{given.unresolved}; {hint}" if given.unresolved else hint
 

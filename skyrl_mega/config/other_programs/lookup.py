@@ -1,4 +1,4 @@
-"""Error lines for settings of other programs (SkyRL, verl, slime, TRL), and the names of our settings there."""
+"""Error lines for settings of other programs (SkyRL, verl, slime, TRL, NeMo-RL), and names of our settings there."""
 
 from __future__ import annotations
 

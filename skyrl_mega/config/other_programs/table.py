@@ -33,8 +33,8 @@ Table = Mapping[str, Counterpart]
 
 @cache
 def programs() -> Mapping[str, Table]:
-    """Returns the tables of SkyRL, verl, slime and TRL, by program name; reads `table.yaml` once per process. Do not
-    change the result."""
+    """Returns the tables of SkyRL, verl, slime, TRL and NeMo-RL, by program name; reads `table.yaml` once per process.
+    Do not change the result."""
     return {name: _table(entries) for name, entries in _file().items() if name != ALONE}
 
 

@@ -41,7 +41,9 @@ def test_every_key_is_in_the_table(program: str) -> None:
     table, of = programs()[program], rules(program)
     governed = {key for switch in of.switches.values() for key in switch.governed}
     named = {key.partition("=")[0] for key in of.keys} | set(of.switches) | governed | set(of.defaults)
-    assert [key for key in named if lookup.find(table, key) is None] == []
+    groups = {key for key in named if key.endswith(".*")}
+    assert [key for key in groups if not any(name.startswith(key[:-1]) for name in table)] == []
+    assert [key for key in named - groups if lookup.find(table, key) is None] == []
     for key in of.keys:
         name, _, value = key.partition("=")
         assert not value or value in lookup.find(table, name).values, key  # type: ignore[union-attr]

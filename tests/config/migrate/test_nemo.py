@@ -1,0 +1,285 @@
+"""Runs of NeMo-RL: files that inherit, and settings that no other program has."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.migrate import text
+from skyrl_mega.config.migrate.account import Migration
+from skyrl_mega.config.migrate.given import GivenSettings
+from skyrl_mega.config.migrate.inheritance import merged
+from skyrl_mega.config.migrate.read import read
+from skyrl_mega.config.migrate.translate import translate
+
+BASE = """
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, val_period: 10, normalize_rewards: true}
+loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.2}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, betas: [0.9, 0.99]}}
+  scheduler:
+    - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 50}}
+    - {name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 400}}
+    - {milestones: [50]}
+  sequence_packing: {enabled: true, train_mb_tokens: "${mul:${policy.max_total_sequence_length}, 4}"}
+  megatron_cfg:
+    enabled: false
+    tensor_model_parallel_size: 2
+    activation_checkpointing: false
+    recompute_granularity: selective
+    optimizer: {lr: 1.0e-6}
+    fp8_cfg: {enabled: false, fp8_recipe: blockwise}
+  generation: {max_new_tokens: "${policy.max_total_sequence_length}", vllm_cfg: {tensor_parallel_size: 2}}
+data: {train: {data_path: rows.parquet}, validation: {data_path: held.parquet}, default: {env_name: math}}
+cluster: {gpus_per_node: 8, num_nodes: 4}
+"""
+CHILD = """
+defaults: base.yaml
+grpo: {num_prompts_per_step: 64, use_leave_one_out_baseline: false}
+policy: {max_total_sequence_length: 4096, model_name: Qwen/Qwen3-30B-A3B}
+"""
+MEGATRON = """
+defaults: [child.yaml]
+policy:
+  optimizer: null
+  scheduler: null
+  megatron_cfg: {enabled: true, expert_model_parallel_size: 8, fp8_cfg: {enabled: true, fp8_recipe: mxfp8}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in (("base", BASE), ("child", CHILD), ("megatron", MEGATRON)):
+        (tmp_path / f"{name}.yaml").write_text(content)
+    return tmp_path
+
+
+def migrated(*words: str) -> Migration:
+    return translate(read("NeMo-RL", words))
+
+
+def row(migration: Migration, key: str) -> Any:
+    return next(row for row in migration.rows if row.theirs == key)
+
+
+def test_a_file_has_the_settings_of_the_files_it_inherits_from(folder: Path) -> None:
+    migration = migrated(str(folder / "child.yaml"), "cluster.num_nodes=2")
+    ours = migration.settings
+    assert not migration.assumptions and "unknown" not in {row.kind for row in migration.rows}
+    assert (ours["data.prompts_per_step"], ours["data.samples_per_prompt"]) == (64, 16)
+    assert ours["data.mini_batch_prompts"] == 512 // 16
+    assert (ours["rollout.max_length"], ours["rollout.sampling.max_tokens"]) == (4096, 4096)
+    assert ours["policy.micro_tokens"] == 4 * 4096, "functions count with the values of the child"
+    assert (ours["cluster.nodes"], ours["rollout.engines"], ours["rollout.tensor"]) == (2, 8, 2)
+    assert ours["model.path"].endswith("/Qwen3-30B-A3B")
+    assert (ours["data.train"], ours["data.eval"]) == (["rows.parquet"], ["held.parquet"])
+    assert ours["algorithm.kl.unbiased"] is True
+    file = folder / "ours.yaml"
+    file.write_text(text.as_yaml(migration, "a test"))
+    assert compose(file).policy.optimizer.decay_steps == 450
+
+
+def test_the_schedule_and_optimizer_are_those_of_the_backend_in_use(folder: Path) -> None:
+    torch, megatron = migrated(str(folder / "child.yaml")), migrated(str(folder / "megatron.yaml"))
+    names = ("policy.optimizer.lr", "policy.optimizer.warmup_steps", "policy.optimizer.decay_steps")
+    assert [torch.settings[name] for name in names] == [5e-6, 50, 450]
+    assert torch.settings["policy.optimizer.schedule"] == "cosine" and torch.open_layout
+    assert "policy.layout.tensor" not in torch.settings
+    assert "megatron_cfg.enabled=false" in row(torch, "policy.megatron_cfg.optimizer.lr").why
+    assert megatron.settings["policy.optimizer.lr"] == 1e-6 and not megatron.open_layout
+    assert (megatron.settings["policy.layout.tensor"], megatron.settings["policy.layout.expert"]) == (2, 8)
+    assert megatron.settings["policy.precision.recipe"] == "mxfp8"
+    assert row(megatron, "policy.optimizer").kind == "dropped"
+
+
+def test_a_switch_inside_a_group_needs_the_group(folder: Path) -> None:
+    cases = ("child", "true", None), ("megatron", "false", "none"), ("megatron", "true", "selective")
+    for backend, given, expected in cases:
+        words = [str(folder / f"{backend}.yaml"), f"policy.megatron_cfg.activation_checkpointing={given}"]
+        assert migrated(*words).settings.get("policy.recompute") == expected, (backend, given)
+    off = migrated(str(folder / "child.yaml"), "policy.megatron_cfg.fp8_cfg.enabled=true")
+    assert "policy.precision.recipe" not in off.settings
+
+
+def test_what_is_inherited_and_needs_nothing_is_not_listed(folder: Path) -> None:
+    migration = migrated(str(folder / "child.yaml"))
+    shown = text.as_text(migration)
+    assert "policy.tokenizer.name" not in shown and "the files that the file inherits from" in shown
+    assert "grpo.use_leave_one_out_baseline" in shown, "the file itself has it"
+    assert "policy.tokenizer.name" in [row["theirs"] for row in text.as_values(migration)["rows"]]
+    assert "policy.tokenizer.name" in text.as_text(migrated(str(folder / "child.yaml"), "policy.tokenizer.name=x"))
+
+
+def test_a_missing_file_leaves_the_programs_defaults(folder: Path) -> None:
+    (folder / "base.yaml").unlink()
+    migration = migrated(str(folder / "child.yaml"))
+    assert "base.yaml, from which child.yaml inherits, is not here" in migration.assumptions[0]
+    assert (migration.settings["data.samples_per_prompt"], migration.settings["data.mini_batch_prompts"]) == (16, 32)
+    assert migration.settings["rollout.sampling.max_tokens"] == 4096, "of the longest sequence"
+
+
+def test_the_file_of_a_command_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "run.sh"
+    script.write_text("uv run examples/run_grpo.py --config child.yaml grpo.num_prompts_per_step=128\n")
+    unread = migrated(str(script))
+    assert row(unread, "--config").kind == "unknown" and "the file is not here" in row(unread, "--config").why
+    monkeypatch.chdir(folder)
+    for words in ([str(script)], ["--config=child.yaml", "grpo.num_prompts_per_step=128"]):
+        settings = migrated(*words).settings
+        assert (settings["data.prompts_per_step"], settings["rollout.max_length"]) == (128, 4096)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [("defaults: own.yaml", "does not end"), ("defaults: {a: 1}", "allowed is a file, or a list of files")],
+)
+def test_wrong_inheritance_is_refused(content: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(content + "\ngrpo: {seed: 1}\n")
+    with pytest.raises(UserError, match=line):
+        migrated(str(tmp_path / "own.yaml"))
+
+
+def test_files_are_merged_as_omegaconf_merges_them(tmp_path: Path) -> None:
+    """NeMo-RL itself merges by OmegaConf; random trees, without its mark for replaced groups. OmegaConf refuses to
+    merge a group with a list, so that only some names have lists."""
+    rng = random.Random(0)
+    leaves: tuple[list[Any], list[Any]] = ([[1, 2], [], "b"], [1, "a", None])
+
+    def tree(depth: int) -> dict[str, Any]:
+        def value(name: str) -> Any:
+            group = depth and name in "abc" and rng.random() < 0.7
+            return tree(depth - 1) if group else rng.choice(leaves[name in "abc"])
+
+        return {name: value(name) for name in rng.sample("abcde", rng.randint(1, 4))}
+
+    for n in range(200):
+        contents = [tree(3) for _ in range(3)]
+        paths = [tmp_path / f"{n}_{i}.yaml" for i in range(3)]
+        for path, content, above in zip(paths, contents, ([], [0], [0, 1]), strict=True):
+            path.write_text(yaml.safe_dump({**content, "defaults": [paths[i].name for i in above]}))
+        both = OmegaConf.merge(*contents[:2])
+        expected = OmegaConf.to_container(OmegaConf.merge(contents[0], both, contents[2]))
+        assert merged(paths[2], lambda path: yaml.safe_load(path.read_text()), GivenSettings("NeMo-RL")) == expected
+
+
+def test_a_marked_group_replaces_the_inherited_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: {train: {dataset_name: x, seed: 1}}\n")
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\ndata: {train: {_override_: true, data_path: y.parquet}}\n")
+    read_file = GivenSettings("NeMo-RL")
+    content = merged(tmp_path / "b.yaml", lambda path: yaml.safe_load(path.read_text()), read_file)
+    assert content == {"data": {"train": {"data_path": "y.parquet"}}}
+
+
+IS = "loss_fn.truncated_importance_sampling"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"importance_cap": 1e6}),
+        ([f"{IS}_type=tis", f"{IS}_ratio=2.0"], {"importance_cap": 2.0, "importance_outside": "truncate"}),
+        (
+            [f"{IS}_type=icepop", f"{IS}_ratio=5.0", f"{IS}_ratio_min=0.5"],
+            {"importance_cap": 5.0, "importance_floor": 0.5, "importance_outside": "mask"},
+        ),
+        (
+            [f"{IS}_type=seq-mask-tis", f"{IS}_ratio=1.002", f"{IS}_ratio_min=0.999"],
+            {"importance_cap": 1e6, "rejection.level": "geometric", "rejection.low": 0.999, "rejection.high": 1.002},
+        ),
+        (
+            ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+            {"importance_cap": 1e6, "importance_level": "sequence", "loss": "gspo", "loss_mean": "sequences"},
+        ),
+    ],
+)
+def test_importance_weights(words: list[str], expected: dict[str, Any]) -> None:
+    settings = migrated("loss_fn.use_importance_sampling_correction=true", *words).settings
+    found = {name: settings.get(f"algorithm.{name}") for name in expected}
+    assert found == expected
+    assert "algorithm.importance_floor" in settings or "importance_floor" not in expected
+    off = migrated("loss_fn.use_importance_sampling_correction=false", *words).settings
+    assert off["algorithm.importance_cap"] is None and "algorithm.rejection.level" not in off
+
+
+@pytest.mark.parametrize(
+    ("words", "estimator"),
+    [
+        (["grpo.normalize_rewards=true"], "grpo"),
+        (["grpo.normalize_rewards=false"], "rloo"),
+        (["grpo.adv_estimator.name=reinforce_plus_plus"], "reinforce++_baseline"),
+        (["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"], "reinforce++"),
+        (["grpo.adv_estimator.name=gdpo"], "gdpo"),
+    ],
+)
+def test_estimators(words: list[str], estimator: str) -> None:
+    settings = migrated("grpo.use_leave_one_out_baseline=true", *words).settings
+    assert settings.get("algorithm.advantage", "grpo") == estimator
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "engines"),
+    [
+        (["policy.generation.colocated.resources.num_nodes=1"], 24, 4),
+        (["policy.generation.colocated.resources.num_nodes=2", "cluster.num_nodes=3"], 8, 8),
+        (["policy.generation.colocated.resources.gpus_per_node=2", "cluster.num_nodes=1"], 6, 1),
+        ([], None, None),
+    ],
+)
+def test_engines_with_gpus_of_their_own(words: list[str], ranks: int | None, engines: int | None) -> None:
+    common = ["cluster.num_nodes=4", "cluster.gpus_per_node=8", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    migration = migrated(*common, *words, "policy.generation.colocated.enabled=false")
+    assert migration.settings.get("policy.ranks") == ranks
+    assert migration.settings.get("rollout.engines") == engines
+    assert bool(migration.assumptions) == (ranks is None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([("ConstantLR", {"factor": 1.0})], (0, "constant", None)),
+        ([("LinearLR", {"total_iters": 7})], (7, "constant", None)),
+        ([("LinearLR", {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 90})], (0, "linear", 90)),
+        ([("LinearLR", {"total_iters": 7}), ("CosineAnnealingLR", {"T_max": 93})], (7, "cosine", 100)),
+        ([("StepLR", {"step_size": 3})], None),
+        ([("LinearLR", {"total_iters": 7}), ("CosineAnnealingLR", {})], None),
+    ],
+)
+def test_schedules_of_torch(parts: list[tuple[str, Any]], expected: tuple[int, str, int | None] | None) -> None:
+    schedulers = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in parts]
+    migration = migrated(f"policy.scheduler={schedulers}")
+    names = ("policy.optimizer.warmup_steps", "policy.optimizer.schedule", "policy.optimizer.decay_steps")
+    found = tuple(migration.settings.get(name) for name in names)
+    given = row(migration, "policy.scheduler")
+    assert found == (expected or (None, None, None))
+    assert given.look == (expected is None) and given.kind == ("dropped" if expected is None else "changed")
+
+
+def test_known_data_and_rewards_of_dapo(tmp_path: Path) -> None:
+    words = [
+        *("data.train.dataset_name=DAPOMath17K", "data.validation.dataset_name=DAPOMathAIME2024"),
+        *("data.default.env_name=math", "env.math.math_verify_impl=dapo_math_verify"),
+        *("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1.0"),
+        *("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=100"),
+        *("policy.generation.max_new_tokens=400", "grpo.reward_shaping.max_response_length=300"),
+    ]
+    migration = migrated(*words)
+    assert "--env aime --train-file data/dapo-math-17k.parquet" in migration.settings["data.prepare"]
+    assert migration.settings["data.train"] == ["${data.folder}/train.parquet"]
+    assert migration.settings["environment.options.aime.answer"] == "dapo"
+    assert "environment.default" not in migration.settings
+    assert migration.settings["algorithm.overlong.buffer"] == 100
+    assert row(migration, "grpo.reward_shaping.max_response_length").look
+    plain = migrated("data.train.dataset_name=DAPOMath17K", "env.math.math_verify_impl=hf_math_verify")
+    assert "--env math" in plain.settings["data.prepare"]
