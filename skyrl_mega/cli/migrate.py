@@ -93,10 +93,11 @@ def _run(words: list[str]) -> int:
     print(hidden(text.as_text(migration)), file=account)
     if verdict:
         print(f"dry run: {verdict}", file=account)
-    if migration.without_reward:
-        print(text.REWARD, file=account)
+    for line in text.to_add(migration):
+        print(f"to add: {line}", file=account)
     if args.out:
-        print(f"next: python -m skyrl_mega.launch --config {args.out} --dry-run")
+        first = f"change {args.out} as the dry run says, then " if verdict.startswith("refused") else ""
+        print(f"next: {first}python -m skyrl_mega.launch --config {args.out} --dry-run")
     else:
         print(written, end="")
     return DONE

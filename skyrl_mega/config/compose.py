@@ -227,7 +227,10 @@ def _groups_in_defaults(path: Path) -> tuple[set[str], bool]:
     defaults = content.get("defaults") or []
     if invalid := [*filter(_is_no_default, defaults)] if isinstance(defaults, list) else [defaults]:
         raise UserError(
-            f"defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]", key="--config", value=path
+            f"defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]",
+            key="--config",
+            value=path,
+            fix="for a file of NeMo-RL, first: python -m skyrl_mega.config migrate nemo FILE --out NEW.yaml",
         )
     needs_hydra = not content.keys().isdisjoint(("defaults", "hydra")) or b"@" in text[:HEADER]
     return {group for entry in defaults if isinstance(entry, dict) for group in entry}, needs_hydra

@@ -10,7 +10,6 @@ _GATHERED = "policy.precision.parameters=fp8 stores and gathers weights in FP8 (
 _FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current or mxfp8 trains in FP8, and model does not"
 _SERVED = "rollout.options.quantization=fp8_per_block makes engines compute in FP8 (docs/precision.md)"
 _AGAIN = "policy.recompute=selective, moe or full recomputes activations to save memory (docs/speed.md)"
-_AHEAD = "asynchrony.mode=one_step or full lets engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
 _CONTEXT = (
@@ -72,14 +71,11 @@ def _layout(group: str, setting: str) -> dict[str, str]:
 HINTS: Mapping[str, str] = {
     **_each(_STEPS, "enabled enable", "telemetry.profile"),
     **_each(_FP8, "policy.precision.enabled policy.fp8"),
-    **_each(_FP8, "enabled fp8_recipe", "policy.megatron_cfg.fp8_cfg"),
     **_each(_GATHERED, "param_gather fp8_param_gather fp8_param", "policy.precision"),
     **_each(_GATHERED, "policy.fp8_param policy.fp8_param_gather fp8_param_gather fp8_param"),
-    **_each(_GATHERED, "policy.megatron_cfg.fp8_cfg.fp8_param"),
-    **_each(_SERVED, "rollout.quantization policy.generation.vllm_cfg.precision"),
+    **_each(_SERVED, "rollout.quantization"),
     **_each(_AGAIN, "gradient_checkpointing activation_checkpointing", "policy"),
-    **_each(_AHEAD, "grpo.async_grpo.enabled"),
-    **_each(_AGE, "grpo.async_grpo.max_trajectory_age_steps rollout.max_head_offpolicyness max_off_policy_steps"),
+    **_each(_AGE, "rollout.max_head_offpolicyness max_off_policy_steps"),
     **_each(_AGE, "orchestrator.max_off_policy_steps"),
     **_optimizer("policy.optimizer"),
     **_optimizer("critic.optimizer"),
@@ -96,7 +92,7 @@ HINTS: Mapping[str, str] = {
     **_layout("reference.layout", "reference.layout"),
     **_each(_DATA, "dp data data_parallel data_parallel_size", "policy", "policy.layout"),
     **_each("rollout.tensor is the tensor parallel size of an engine", "rollout.tp"),
-    **_each(_NODES, "gpus num_gpus num_nodes nnodes n_nodes", "cluster"),
+    **_each(_NODES, "gpus num_gpus nnodes n_nodes", "cluster"),
     **_each(_TIMES, "deadline deadline_s time_limit time_limit_s timeout timeout_s", "environment", "rollout"),
     **_each(_TIMES, "env_timeout_s step_timeout_s trajectory_timeout_s", "environment"),
     **_each(_PARTS, "enabled offload", "residency"),

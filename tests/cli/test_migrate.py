@@ -45,7 +45,7 @@ def test_a_script_becomes_a_file_that_passes_the_dry_run(
     assert (config.cluster.nodes, config.run.epochs, config.data.samples_per_prompt) == (2, 2, 8)
     assert config.rollout.engines == 8 and config.policy.recompute == "full"
     assert lines[-1] == f"next: python -m skyrl_mega.launch --config {out} --dry-run"
-    assert lines[-2] == text.REWARD  # verl's rows have no env_class, and the script names no function
+    assert lines[-2] == f"to add: {text.REWARD}"  # verl's rows have no env_class, and the script names no function
     assert lines[-3].startswith("dry run: passes; not on this machine: ")
     assert any(line.startswith("  layout ") for line in lines) or "policy.layout" not in out.read_text()
     assert "12 settings of verl: 10 taken, 2 changed, 0 dropped, 0 unknown; " in "\n".join(lines)

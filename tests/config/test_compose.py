@@ -113,7 +113,7 @@ def test_values_of_every_kind(folder: Path) -> None:
         ),
         (
             "policy.megatron_cfg.fp8_cfg.enabled=true",
-            "enabled = true is not known here; policy.precision.recipe=fp8_blockwise",
+            "is NeMo-RL's; here there is none: policy.precision.recipe says so: model is off, fp8_blockwise on",
         ),
         ("policy.megatron_cfg.fp8_cfg.amax=1", "amax = 1 is not known here; allowed in policy: ranks, "),
         ("policy.recompute=1", "policy.recompute = 1: allowed is one of none, selective"),

@@ -43,6 +43,8 @@ class Migration:
     """The account: a row per given or added setting."""
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed because the input does not contain them."""
+    to_add: list[str] = field(default_factory=list)
+    """Sentences for the user about what the run still needs, besides a reward."""
     inherited: set[str] = field(default_factory=set)
     """Given keys from files that the user's file inherits from, and given nowhere else."""
     open_layout: bool = False

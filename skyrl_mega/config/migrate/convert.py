@@ -51,7 +51,7 @@ def fitted(key: str, value: Any) -> Any:
     if rule.type is list and isinstance(value, str | int):
         value = [value]
     if rule.type is float and isinstance(value, str):
-        value = _number(value)
+        value = number_of(value)
     if rule.type is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if rule.type is str and isinstance(value, int | float) and not isinstance(value, bool):
@@ -63,11 +63,12 @@ def fitted(key: str, value: Any) -> Any:
     return value
 
 
-def _number(text: str) -> Any:
+def number_of(value: Any) -> Any:
+    """Returns the number in a text such as 1e-8, which YAML reads as text; any other value unchanged."""
     try:
-        return float(text)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value
 
 
 def _whole(number: float, what: str) -> int:

@@ -210,6 +210,7 @@ def cluster(t: TranslationState) -> None:
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
     policy = nodes * gpus
     if t.program == "NeMo-RL":
+        migration.add("the file's name", {"run.name": t.reading.entry} if t.reading.entry else {})
         _engine_nodes(t)
     if t.ours("cluster.shared"):
         why = f"{policy} GPUs / rollout.tensor={tensor}"
@@ -243,8 +244,9 @@ def _engine_nodes(t: TranslationState) -> None:
     engine_gpus = (given[0] or 1) * (given[1] or gpus)
     policy = nodes * gpus - engine_gpus
     if given == [None, None] or policy < 1:
+        problem = "does not say how many" if given == [None, None] else f"says {engine_gpus}, which leaves none,"
         t.migration.assumptions.append(
-            f"the engines have GPUs of their own, and {ENGINES} does not say how many of the {nodes * gpus}; "
+            f"the engines have GPUs of their own, and {ENGINES} {problem} of the {nodes * gpus} GPUs; "
             "give policy.ranks and rollout.engines"
         )
         settings: dict[str, Any] = {}

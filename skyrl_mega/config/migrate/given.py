@@ -26,11 +26,14 @@ class GivenSettings:
     """Program as named in `other_programs/table.yaml`: SkyRL, verl, slime, TRL or NeMo-RL."""
     settings: list[Given] = field(default_factory=list)
     """Settings in their order; a later setting replaces an earlier setting of the same key."""
+    missing: list[str] = field(default_factory=list)
+    """Sentences about files that are read by the user's file, and are not here."""
     inherited: set[str] = field(default_factory=set)
     """Keys in files that the user's file inherits from (`inheritance`), and given nowhere else."""
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed, such as defaults that environment variables could replace."""
     entry: str = ""
-    """Module or script started by the command, such as `verl.trainer.main_ppo`; empty if unknown."""
+    """Module or script started by the command, such as `verl.trainer.main_ppo`, or the name of NeMo-RL's file; empty if
+    unknown."""
     processes: int | None = None
     """Number of processes given to the launcher, such as `accelerate launch --num_processes`; None if not given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from skyrl_mega.config.migrate.given import GivenSettings
 
 DEFAULTS, REPLACES = "defaults", "_override_"
 """Key for the files to inherit from; and the mark of a group that replaces the inherited group as a whole."""
-DEEPEST = 16
-"""Most files in a chain."""
+DEEPEST, MOST = 16, 200
+"""Most files in a chain, and most readings of a file in all."""
 
 
 def merged(path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSettings) -> dict[str, Any]:
@@ -21,12 +22,21 @@ def merged(path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSet
     Args:
         path: The file. Names in its `defaults` are relative to its folder.
         read: Reads a file.
-        reading: Receives an assumption for every file that is missing.
+        reading: Receives an assumption, and an entry of `missing`, for every file that is missing.
 
     Raises:
         UserError: `defaults` is no file name and no list of file names, or the chain of files does not end.
     """
-    return _merged(path, read, reading, ())
+    count = itertools.count()
+
+    def counted(path: Path) -> dict[str, Any]:
+        if next(count) == MOST:
+            raise UserError(
+                f"`defaults` leads to more than {MOST} files", key=path, fix="let a file inherit from fewer"
+            )
+        return read(path)
+
+    return _merged(path, counted, reading, ())
 
 
 def _merged(
@@ -45,9 +55,10 @@ def _merged(
         if parent.is_file():
             inherited = _over(inherited, _merged(parent, read, reading, (*above, path.resolve())))
         else:
+            reading.missing.append(f"{parent}: {path.name} inherits from it")
             reading.assumptions.append(
                 f"{name}, from which {path.name} inherits, is not here: the values of NeMo-RL's grpo_math_1B.yaml are "
-                "assumed instead"
+                "taken instead"
             )
     return _over(inherited, content)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,29 @@ MOST_VALUES = 100_000
 """Maximum number of values in a YAML file."""
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
 _HYDRA = re.compile(r"(?:\+\+|\+)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
-ARITHMETIC: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "max": max,
+LARGEST = 10**18
+"""Largest result of a function in a YAML file."""
+
+
+def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns the function for two numbers; it raises ValueError for other values, and beyond `LARGEST`."""
+
+    def compute(a: Any, b: Any) -> Any:
+        if not all(isinstance(number, int | float) for number in (a, b)) or abs(result := function(a, b)) > LARGEST:
+            raise ValueError("functions of a file take numbers")
+        return result
+
+    return compute
+
+
+ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    name: _of_numbers(function)
+    for name, function in (("add", operator.add), ("mul", operator.mul), ("div", operator.truediv), ("max", max))
 }
 """Functions that NeMo-RL's files may use, as in `${mul:${policy.a},2}`."""
+_DOTTED = re.compile(r"\w+(\.\w+)*")
+_UNNAMED = re.compile(r"[^A-Za-z0-9._+-]+")
+"""Characters that a run's name may not have."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -69,7 +85,10 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
             raise UserError(
                 "no such file", key=words[0], fix="give a .sh, .yaml or .py file, or the arguments themselves"
             )
-        {"shell": _read_shell, "yaml": _read_yaml, "python": _read_python}[kind](reading, path)
+        if kind == "yaml":
+            _read_yaml(reading, path, _settings(program, arguments))
+        else:
+            {"shell": _read_shell, "python": _read_python}[kind](reading, path)
     _read_arguments(reading, arguments)
     for given in reading.settings:
         try:
@@ -154,7 +173,7 @@ def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument]) -> No
         del arguments[n : n + len(used)]
         path = Path(name if assigned else used[-1].text)
         if path.is_file() and not used[-1].unresolved:
-            _read_yaml(reading, path)
+            _read_yaml(reading, path, _settings(reading.program, arguments))
         else:
             advice = "the file is not here: give it in front of the other settings, or start in the folder of NeMo-RL"
             reading.settings.append(Given(CONFIG_OPTION, str(path), used[-1].unresolved or advice))
@@ -219,32 +238,40 @@ def parsed(text: str) -> Any:
     stripped = text.strip()
     if _NUMBER.fullmatch(stripped):
         number = stripped.replace("_", "")
-        return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
+        return int(number) if re.fullmatch(r"[-+]?\d{1,1000}", number) else float(number)
     try:
         value = yaml.safe_load(stripped) if stripped[:1] in ("[", "{", "'", '"') else stripped
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     if isinstance(value, str):
         return {"true": True, "false": False, "null": None}.get(value.casefold(), value)
     return value
 
 
-def _read_yaml(reading: GivenSettings, path: Path) -> None:
-    """Takes every key of a file; `${…}` between keys is replaced where the file alone decides the value."""
+def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> None:
+    """Takes every key of a file; `${…}` between keys is replaced where the file and the `later` settings of the command
+    line decide the value."""
     try:
         content = _content(path) if reading.program != "NeMo-RL" else inheritance.merged(path, _content, reading)
         _check_size(content, path)
         tree = OmegaConf.create({str(key): value for key, value in content.items()})
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        plain = OmegaConf.to_container(tree, resolve=False)
+        for given in later if reading.program in HYDRA else ():
+            if not given.unresolved and _DOTTED.fullmatch(given.key):
+                with suppress(OmegaConfBaseException):  # the argument's own row says what is wrong
+                    OmegaConf.update(tree, given.key, given.value, merge=False)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError, KeyError) as error:
         raise UserError(f"is not YAML ({str(error).splitlines()[0]})", key=path) from error
-    plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     for name, value in plain.items():
         for key, inner in _leaves(reading.program, str(name), value):
             spelled = f"--{key.replace('_', '-').removeprefix('--')}" if reading.program == "slime" else key
             reading.settings.append(_resolved(spelled, key, inner, tree))
+    if reading.program != "NeMo-RL":
+        return
+    reading.entry = _UNNAMED.sub("-", path.stem)
     own = {key for name, value in _content(path).items() for key, _ in _leaves(reading.program, name, value)}
-    reading.inherited |= {given.key for given in reading.settings} - own if reading.program == "NeMo-RL" else set()
+    reading.inherited |= {given.key for given in reading.settings} - own
 
 
 def _content(path: Path) -> dict[str, Any]:

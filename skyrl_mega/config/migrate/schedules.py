@@ -1,7 +1,7 @@
 """Conversions of learning rate schedules, from each program's unit to our optimizer steps.
 
-SkyRL, slime, TRL and NeMo-RL advance the scheduler after every optimizer step, as here. verl advances the schedulers of
-policy and critic once per RL step, regardless of the number of mini-batches.
+SkyRL, slime and TRL advance the scheduler after every optimizer step, as here. verl and NeMo-RL advance it once per RL
+step, regardless of the number of mini-batches.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ class TranslationState:
         self.program, self.reading = reading.program, reading
         self.rules = rules(reading.program)
         self.migration = Migration(reading.program, assumptions=list(reading.assumptions), inherited=reading.inherited)
+        self.migration.to_add += reading.missing
         self.given: dict[str, Given] = {}
         """Settings of the other program by key; the last value if a key is given again."""
         for given in reading.settings:

@@ -78,8 +78,13 @@ def as_text(migration: Migration) -> str:
     return "\n".join(lines).lstrip("\n")
 
 
+def to_add(migration: Migration) -> list[str]:
+    """Returns sentences about what the run still needs: files to write, and a reward."""
+    return migration.to_add + ([REWARD] if migration.without_reward else [])
+
+
 REWARD = (
-    "to add: the reward: environment.reward_function=FILE.py:FUNCTION or environment.default=NAME "
+    "the reward: environment.reward_function=FILE.py:FUNCTION or environment.default=NAME "
     "(docs/own-environment.md), unless the rows of data.train have env_class"
 )
 """Line for a migrated run without any environment."""
@@ -103,7 +108,7 @@ def summary(migration: Migration) -> str:
 
 def as_values(migration: Migration) -> dict[str, Any]:
     """Returns the migration as JSON values, with secrets masked: `program`, `settings`, `rows` (the account), `counts`
-    (rows by kind), `assumptions`, `to_add` (a list with a text if the reward is missing, else []) and `defaults`
+    (rows by kind), `assumptions`, `to_add` (`to_add`) and `defaults`
     (`remaining`)."""
     rows = [
         {**asdict(row), "value": masked(row.value, row.theirs), "ours": masked(dict(row.ours))}
@@ -115,7 +120,7 @@ def as_values(migration: Migration) -> dict[str, Any]:
         "rows": rows,
         "counts": migration.counts,
         "assumptions": migration.assumptions,
-        "to_add": [REWARD] if migration.without_reward else [],
+        "to_add": to_add(migration),
         "defaults": remaining(migration.settings),
     }
 

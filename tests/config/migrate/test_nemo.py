@@ -88,13 +88,19 @@ def test_a_file_has_the_settings_of_the_files_it_inherits_from(folder: Path) -> 
     assert ours["algorithm.kl.unbiased"] is True
     file = folder / "ours.yaml"
     file.write_text(text.as_yaml(migration, "a test"))
-    assert compose(file).policy.optimizer.decay_steps == 450
+    assert compose(file).policy.optimizer.decay_steps == 900
+
+
+def test_other_settings_of_the_file_follow_the_command_line(folder: Path) -> None:
+    ours = migrated(str(folder / "child.yaml"), "policy.max_total_sequence_length=8192").settings
+    assert (ours["rollout.max_length"], ours["rollout.sampling.max_tokens"]) == (8192, 8192)
+    assert ours["policy.micro_tokens"] == 4 * 8192
 
 
 def test_the_schedule_and_optimizer_are_those_of_the_backend_in_use(folder: Path) -> None:
     torch, megatron = migrated(str(folder / "child.yaml")), migrated(str(folder / "megatron.yaml"))
     names = ("policy.optimizer.lr", "policy.optimizer.warmup_steps", "policy.optimizer.decay_steps")
-    assert [torch.settings[name] for name in names] == [5e-6, 50, 450]
+    assert [torch.settings[name] for name in names] == [5e-6, 100, 900]
     assert torch.settings["policy.optimizer.schedule"] == "cosine" and torch.open_layout
     assert "policy.layout.tensor" not in torch.settings
     assert "megatron_cfg.enabled=false" in row(torch, "policy.megatron_cfg.optimizer.lr").why
@@ -218,6 +224,8 @@ def test_importance_weights(words: list[str], expected: dict[str, Any]) -> None:
     [
         (["grpo.normalize_rewards=true"], "grpo"),
         (["grpo.normalize_rewards=false"], "rloo"),
+        (["grpo.normalize_rewards=false", "grpo.adv_estimator.name=grpo"], "rloo"),
+        (["grpo.normalize_rewards=false", "grpo.adv_estimator.normalize_rewards=true"], "grpo"),
         (["grpo.adv_estimator.name=reinforce_plus_plus"], "reinforce++_baseline"),
         (["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"], "reinforce++"),
         (["grpo.adv_estimator.name=gdpo"], "gdpo"),
@@ -251,6 +259,11 @@ def test_engines_with_gpus_of_their_own(words: list[str], ranks: int | None, eng
         ([("ConstantLR", {"factor": 1.0})], (0, "constant", None)),
         ([("LinearLR", {"total_iters": 7})], (7, "constant", None)),
         ([("LinearLR", {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 90})], (0, "linear", 90)),
+        ([("LinearLR", {"start_factor": "1e-8", "total_iters": 7})], (7, "constant", None)),
+        ([("ConstantLR", {"factor": 0.1})], None),
+        ([("LinearLR", [1])], None),
+        ([("LinearLR", {"start_factor": None})], None),
+        ([("LinearLR", {"total_iters": 7}), ("LinearLR", {"total_iters": 7})], None),
         ([("LinearLR", {"total_iters": 7}), ("CosineAnnealingLR", {"T_max": 93})], (7, "cosine", 100)),
         ([("StepLR", {"step_size": 3})], None),
         ([("LinearLR", {"total_iters": 7}), ("CosineAnnealingLR", {})], None),
@@ -258,7 +271,8 @@ def test_engines_with_gpus_of_their_own(words: list[str], ranks: int | None, eng
 )
 def test_schedules_of_torch(parts: list[tuple[str, Any]], expected: tuple[int, str, int | None] | None) -> None:
     schedulers = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in parts]
-    migration = migrated(f"policy.scheduler={schedulers}")
+    one_update = ["policy.train_global_batch_size=512", "grpo.num_prompts_per_step=32"]
+    migration = migrated(f"policy.scheduler={schedulers}", "grpo.num_generations_per_prompt=16", *one_update)
     names = ("policy.optimizer.warmup_steps", "policy.optimizer.schedule", "policy.optimizer.decay_steps")
     found = tuple(migration.settings.get(name) for name in names)
     given = row(migration, "policy.scheduler")
@@ -283,3 +297,75 @@ def test_known_data_and_rewards_of_dapo(tmp_path: Path) -> None:
     assert row(migration, "grpo.reward_shaping.max_response_length").look
     plain = migrated("data.train.dataset_name=DAPOMath17K", "env.math.math_verify_impl=hf_math_verify")
     assert "--env math" in plain.settings["data.prepare"]
+
+
+def test_the_scheduler_counts_rl_steps() -> None:
+    """NeMo-RL advances its schedulers once per call of `train`, after all mini-batches of an RL step."""
+    four = ["grpo.num_prompts_per_step=64", "grpo.num_generations_per_prompt=32", "policy.train_global_batch_size=512"]
+    prefix = "policy.megatron_cfg.scheduler"
+    words = [f"{prefix}.lr_warmup_iters=13", f"{prefix}.lr_decay_iters=100", f"{prefix}.lr_decay_style=cosine"]
+    ours = migrated("policy.megatron_cfg.enabled=true", *four, *words).settings
+    assert (ours["policy.optimizer.warmup_steps"], ours["policy.optimizer.decay_steps"]) == (52, 400)
+    parts = [{"name": "a.CosineAnnealingLR", "kwargs": {"T_max": 100, "eta_min": 1e-7}}]
+    ours = migrated(f"policy.scheduler={parts}", "policy.optimizer.kwargs.lr=1e-6", *four).settings
+    assert (ours["policy.optimizer.decay_steps"], ours["policy.optimizer.min_lr"]) == (400, 1e-7)
+
+
+def test_an_explicit_null_is_no_bound() -> None:
+    migration = migrated("loss_fn.use_importance_sampling_correction=true", f"{IS}_ratio=null", f"{IS}_type=null")
+    assert migration.settings["algorithm.importance_cap"] == 1e6
+
+
+def test_what_changes_training_needs_a_look() -> None:
+    words = [
+        *("grpo.use_leave_one_out_baseline=true", "data.train.split_validation_size=0.05"),
+        *("data.default.prompt_file=cot.txt", "grpo.reward_shaping.enabled=true"),
+        *("grpo.reward_shaping.stop_properly_penalty_coef=0.0", "grpo.reward_shaping.overlong_buffer_length=128"),
+    ]
+    migration = migrated(*words)
+    assert [each.theirs for each in migration.rows if each.look] == [
+        *("grpo.use_leave_one_out_baseline", "data.train.split_validation_size", "data.default.prompt_file"),
+        "grpo.reward_shaping.stop_properly_penalty_coef",
+    ]
+    assert "algorithm.overlong.buffer" not in migration.settings
+
+
+@pytest.mark.parametrize(
+    ("words", "coefficient", "look"),
+    [
+        ([], 0.1, False),
+        (["loss_fn.use_kl_in_reward=true"], None, False),
+        (["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"], 0.1, True),
+    ],
+)
+def test_a_kl_term_in_the_reward(words: list[str], coefficient: float | None, look: bool) -> None:
+    migration = migrated("loss_fn.reference_policy_kl_penalty=0.1", *words)
+    assert migration.settings.get("algorithm.kl.coefficient") == coefficient
+    assert [each.theirs for each in migration.rows if each.look] == ["loss_fn.use_kl_in_reward"] * look
+
+
+@pytest.mark.parametrize("seed", ["${mul:[1,2],1000000000}", "${mul:aaaa,1000000000000}", "${mul:10,${mul:${a},${a}}}"])
+def test_functions_take_numbers_of_a_common_size(seed: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"a: {10**12}\ngrpo: {{seed: '{seed}'}}\n")
+    migration = migrated(str(tmp_path / "a.yaml"))
+    assert "run.seed" not in migration.settings and "names settings outside" in row(migration, "grpo.seed").why
+
+
+@pytest.mark.parametrize("content", ["seed: 2020-13-45", "seed: !!int abc", "seed: !!bool abc", f"seed: {'1' * 5000}"])
+def test_values_that_yaml_cannot_read_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(UserError, match="is not YAML"):
+        migrated(str(tmp_path / "a.yaml"))
+
+
+def test_endless_inheritance_is_refused(tmp_path: Path) -> None:
+    for n in range(14):
+        (tmp_path / f"{n}.yaml").write_text(f"defaults: [{', '.join([f'{n + 1}.yaml'] * 3)}]\ngrpo: {{seed: 1}}\n")
+    with pytest.raises(UserError, match="more than 200 files"):
+        migrated(str(tmp_path / "0.yaml"))
+
+
+def test_a_run_has_the_name_of_its_file(folder: Path) -> None:
+    assert migrated(str(folder / "child.yaml")).settings["run.name"] == "child"
+    named = migrated(str(folder / "child.yaml"), "logger.wandb_enabled=true", "logger.wandb.name=mine")
+    assert named.settings["run.name"] == "mine"
