@@ -93,7 +93,7 @@ def _run(words: list[str]) -> int:
     print(hidden(text.as_text(migration)), file=account)
     if verdict:
         print(f"dry run: {verdict}", file=account)
-    for line in text.to_add(migration):
+    for line in text.open_tasks(migration):
         print(f"to add: {line}", file=account)
     if args.out:
         first = f"change {args.out} as the dry run says, then " if verdict.startswith("refused") else ""

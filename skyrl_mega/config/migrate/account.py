@@ -44,9 +44,9 @@ class Migration:
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed because the input does not contain them."""
     to_add: list[str] = field(default_factory=list)
-    """Sentences for the user about what the run still needs, besides a reward."""
+    """Sentences for the user about files to write or to find before the run."""
     inherited: set[str] = field(default_factory=set)
-    """Given keys from files that the user's file inherits from, and given nowhere else."""
+    """Keys whose value comes only from an inherited file: neither the user's file nor the command line gives them."""
     open_layout: bool = False
     """True if the other program sharded the model by FSDP or ZeRO: the caller must choose `policy.layout`."""
 

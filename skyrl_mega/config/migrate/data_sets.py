@@ -42,7 +42,7 @@ def choose(t: TranslationState) -> None:
         known(t, first)
     elif t.program == "TRL" and first:
         folder = f"data/{first.rpartition('/')[2]}"
-        _replace(t, "dataset_name", {"data.train": [f"{folder}/train.parquet"]}, _rows(first))
+        _replace(t, "dataset_name", {"data.train": [f"{folder}/train.parquet"]}, rows_text(first))
     elif t.program == "verl" and first:
         t.migration.assumptions.append(
             "the rows have env_class; else give environment.default or environment.reward_function"
@@ -50,6 +50,17 @@ def choose(t: TranslationState) -> None:
     if not t.migration.settings.get("data.eval"):
         _without_evaluation(t)
         t.migration.add("no evaluation data", {"evaluation.every": 0, "evaluation.before": False})
+
+
+def to_write(t: TranslationState) -> list[str]:
+    """Returns a sentence for each file of unknown data that the run reads, and the user must write."""
+    settings = t.migration.settings
+    return [
+        f"{settings[key][0]}: {row.why}"
+        for row in t.migration.rows
+        for key, value in row.ours.items()
+        if row.why == rows_text(str(row.value)) and settings.get(key) == value
+    ]
 
 
 def _without_evaluation(t: TranslationState) -> None:
@@ -65,7 +76,8 @@ def _without_evaluation(t: TranslationState) -> None:
     t.migration.rows = [row for row in t.migration.rows if row.kind != "dropped" or row.theirs in t.given]
 
 
-def _rows(name: str) -> str:
+def rows_text(name: str) -> str:
+    """Returns the task to write the rows of an unknown data set, for the account."""
     return f"write the rows of {name} with prompt, env_class and reward_spec (docs/environments.md)"
 
 
@@ -108,7 +120,8 @@ def _replace_files(t: TranslationState, why: str, *, with_tests: bool = True) ->
 
 
 def _replace(t: TranslationState, key: str, settings: dict[str, Any], why: str) -> None:
-    """Replaces the row and the settings of a given key."""
+    """Replaces the result of a given key: removes its rows and their settings, then sets `settings` with a row
+    `changed`. Does nothing if the key is not given."""
     if key in t.given:
         for name in {name for row in t.migration.rows if row.theirs == key for name in row.ours}:
             t.migration.settings.pop(name, None)

@@ -204,14 +204,15 @@ def cluster(t: TranslationState) -> None:
     the translation in place; settings already present stay, except `cluster.nodes` if the GPUs need another number of
     nodes.
 
-    With shared GPUs, engines fill the policy's GPUs; otherwise the nodes also cover the GPUs of the engines.
+    With shared GPUs, engines fill the policy's GPUs; otherwise the nodes also cover the GPUs of the engines, as they
+    already do in verl and NeMo-RL. A run of NeMo-RL gets the name of its file.
     """
     migration = t.migration
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
     policy = nodes * gpus
     if t.program == "NeMo-RL":
         migration.add("the file's name", {"run.name": t.reading.entry} if t.reading.entry else {})
-        _engine_nodes(t)
+        _split_gpus(t)
     if t.ours("cluster.shared"):
         why = f"{policy} GPUs / rollout.tensor={tensor}"
         migration.add("engines on all GPUs", {"rollout.engines": max(1, policy // tensor)}, why)
@@ -231,9 +232,10 @@ def cluster(t: TranslationState) -> None:
     migration.open_layout = _cut_by_fsdp(t)
 
 
-def _engine_nodes(t: TranslationState) -> None:
-    """Divides the GPUs into those of the policy and of the engines, by NeMo-RL's numbers of the engines, unless both
-    share all GPUs."""
+def _split_gpus(t: TranslationState) -> None:
+    """Sets `policy.ranks` and `rollout.engines` from NeMo-RL's `ENGINES`, and adds rows for its two keys, which are
+    dropped for shared GPUs. Without a number, or without a GPU left for the policy, sets nothing and adds an
+    assumption."""
     if t.ours("cluster.shared"):
         for name in ("num_nodes", "gpus_per_node"):
             why = "policy.generation.colocated.enabled=true: it has no effect there"

@@ -27,9 +27,9 @@ class GivenSettings:
     settings: list[Given] = field(default_factory=list)
     """Settings in their order; a later setting replaces an earlier setting of the same key."""
     missing: list[str] = field(default_factory=list)
-    """Sentences about files that are read by the user's file, and are not here."""
+    """Sentences about files that the user's file inherits from, and that were not found."""
     inherited: set[str] = field(default_factory=set)
-    """Keys in files that the user's file inherits from (`inheritance`), and given nowhere else."""
+    """Keys whose value comes only from an inherited file: neither the user's file nor the command line gives them."""
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed, such as defaults that environment variables could replace."""
     entry: str = ""

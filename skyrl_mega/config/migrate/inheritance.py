@@ -1,4 +1,4 @@
-"""Inheritance of NeMo-RL's YAML files: `defaults` names files whose settings hold unless the file gives others."""
+"""Inheritance of NeMo-RL's YAML files: `defaults` names parent files; the file's own settings override theirs."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from typing import Any
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.migrate.given import GivenSettings
 
-DEFAULTS, REPLACES = "defaults", "_override_"
-"""Key for the files to inherit from; and the mark of a group that replaces the inherited group as a whole."""
-DEEPEST, MOST = 16, 200
-"""Most files in a chain, and most readings of a file in all."""
+DEFAULTS = "defaults"
+"""Key with the names of parent files."""
+OVERRIDE = "_override_"
+"""Mark of a group that replaces the inherited group as a whole."""
+MOST_READS = 200
+"""Most reads of files for one input; a parent of several files is read for each."""
 
 
-def merged(path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSettings) -> dict[str, Any]:
-    """Returns the content of a YAML file, with the settings of the files it inherits from, as NeMo-RL merges them.
+def read_with_parents(path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSettings) -> dict[str, Any]:
+    """Returns the settings of a YAML file merged with those of its parents, as NeMo-RL merges them, without `defaults`.
+    A later parent overrides an earlier one, and the file overrides all. A missing parent is no error.
 
     Args:
         path: The file. Names in its `defaults` are relative to its folder.
-        read: Reads a file.
-        reading: Receives an assumption, and an entry of `missing`, for every file that is missing.
+        read: Returns the mapping in a file; its errors pass through.
+        reading: Receives a sentence in `missing` and one in `assumptions` for each missing parent.
 
     Raises:
-        UserError: `defaults` is no file name and no list of file names, or the chain of files does not end.
+        UserError: `defaults` is neither a file name nor a list of them; or a file inherits from itself; or more than
+            `MOST_READS` files are read.
     """
     count = itertools.count()
 
     def counted(path: Path) -> dict[str, Any]:
-        if next(count) == MOST:
-            raise UserError(
-                f"`defaults` leads to more than {MOST} files", key=path, fix="let a file inherit from fewer"
-            )
+        if next(count) == MOST_READS:
+            raise UserError(f"`defaults` leads to more than {MOST_READS} files", key=path, fix="inherit from fewer")
         return read(path)
 
-    return _merged(path, counted, reading, ())
+    return _merge_chain(path, counted, reading, ())
 
 
-def _merged(
-    path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSettings, above: tuple[Path, ...]
+def _merge_chain(
+    path: Path, read: Callable[[Path], dict[str, Any]], reading: GivenSettings, children: tuple[Path, ...]
 ) -> dict[str, Any]:
-    if path.resolve() in above or len(above) == DEEPEST:
+    """Merges a file with its parents; `children` are the files that led to it, to find loops."""
+    if path.resolve() in children:
         raise UserError("the chain of `defaults` does not end", key=path, fix="let no file inherit from itself")
     content = read(path)
     names = content.pop(DEFAULTS, None) or []
@@ -53,25 +56,26 @@ def _merged(
     for name in names:
         parent = path.parent / name
         if parent.is_file():
-            inherited = _over(inherited, _merged(parent, read, reading, (*above, path.resolve())))
+            inherited = _override(inherited, _merge_chain(parent, read, reading, (*children, path.resolve())))
         else:
             reading.missing.append(f"{parent}: {path.name} inherits from it")
             reading.assumptions.append(
                 f"{name}, from which {path.name} inherits, is not here: the values of NeMo-RL's grpo_math_1B.yaml are "
                 "taken instead"
             )
-    return _over(inherited, content)
+    return _override(inherited, content)
 
 
-def _over(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns two groups merged; the values of `own` hold."""
+def _override(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `inherited` overridden by `own`. Groups merge key by key, unless marked; the mark is removed. Any other
+    value, null included, replaces a whole group."""
     result = {**inherited}
     for key, value in own.items():
         below = inherited.get(key)
         if isinstance(value, dict):
-            replaces = bool(value.get(REPLACES))
-            plain = {name: inner for name, inner in value.items() if name != REPLACES}
-            result[key] = _over(below, plain) if isinstance(below, dict) and not replaces else _over({}, plain)
+            replaces = bool(value.get(OVERRIDE))
+            plain = {name: inner for name, inner in value.items() if name != OVERRIDE}
+            result[key] = _override(below, plain) if isinstance(below, dict) and not replaces else _override({}, plain)
         else:
             result[key] = value
     return result

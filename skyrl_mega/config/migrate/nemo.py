@@ -5,62 +5,63 @@ The arguments, the result and the errors are those of `convert`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.migrate.convert import Dropped, Result, Settings, fitted, home, number_of
+from skyrl_mega.config.migrate.data_sets import rows_text
 from skyrl_mega.config.migrate.schedules import updates_per_step
 from skyrl_mega.config.migrate.state import TranslationState
 
-LOSS = "loss_fn.truncated_importance_sampling"
-"""First part of the keys of importance weights with bounds."""
+TIS = "loss_fn.truncated_importance_sampling"
+"""Start of NeMo-RL\'s keys of truncated importance sampling: `_type`, `_ratio` and `_ratio_min` follow."""
 ESTIMATOR = "grpo.adv_estimator"
-"""Group of the estimator's keys."""
+"""NeMo-RL\'s group of keys for the advantage estimator."""
 ALL = 1_000_000
-"""Number of checkpoints that no run reaches."""
+"""Value of `checkpoint.keep` that keeps every checkpoint: no run writes so many."""
 NO_LIMIT = 1_000_000
-"""Number of steps with which NeMo-RL's files say that only the data ends a run."""
+"""From this number of steps on, a limit counts as none: NeMo-RL\'s files give 1000000 to let the data end a run."""
 UNBOUNDED = 1e6
-"""Bound of importance weights for a run without any: no weight of a token comes near."""
+"""Value of `algorithm.importance_cap` for weights that NeMo-RL does not cap; null would turn the weights off here."""
 SCHEDULES = {"LinearLR": "linear", "CosineAnnealingLR": "cosine"}
-"""Decay of torch → `policy.optimizer.schedule`."""
+"""Class of a torch scheduler with a decay → our `policy.optimizer.schedule`."""
 DATA_SETS = {
     "DAPOMath17K": "dapo-math-17k.parquet",
     "DAPOMathAIME2024": "aime-2024.parquet",
     "gsm8k": "gsm8k/train.parquet",
 }
-"""Data sets of NeMo-RL with a conversion here (`data_sets.KNOWN`) → file."""
+"""Name of a data set in NeMo-RL → our file below `data/`, by which `data_sets` recognizes the training sets."""
 
 
 def leave_one_out(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the estimator `rloo` for the first setting in `here`, if advantages are not divided by a deviation.
-    Ignores `value`, which is true. `argument` is a key of NeMo-RL that decides in place of this one, where it has a
-    value; None for none. `state` is the translation so far.
+    """Returns the estimator `rloo` for the first setting in `here`, for a run that divides advantages by no deviation.
+    Called only for the value true. `argument` is another key of NeMo-RL, which decides if it has a value, or None.
 
     Raises:
-        Dropped: Another key decides, or the estimator has no such baseline; or advantages are divided by the deviation:
-            no estimator here leaves the sample out of both mean and deviation.
+        Dropped: `argument` decides, or the estimator is neither grpo nor gdpo; or it is gdpo, or divides by the
+            deviation (`look` is set): no estimator here leaves the sample out of mean and deviation.
     """
     if argument and state.theirs(argument) is not None:
         raise Dropped(f"{argument} decides")
     name = state.theirs(f"{ESTIMATOR}.name")
     if name not in ("grpo", "gdpo"):
         raise Dropped("of the estimators grpo and gdpo, which the run does not use")
-    if name == "gdpo" or _effective(state, "normalize_rewards"):
+    if name == "gdpo" or _estimator_value(state, "normalize_rewards"):
         raise Dropped(f"here a sample is part of the mean and the deviation of its group ({name})", look=True)
     return {here[0]: "rloo"}, "without division by the deviation"
 
 
 def estimator(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns our name of an estimator for the first setting in `here`. Ignores `argument`. `state` is the translation
-    so far.
+    """Returns our estimator for the first setting in `here`, from NeMo-RL's name and the keys that change its meaning.
+    grpo with a leave-one-out baseline and without division by the deviation is `rloo`. Ignores `argument`.
 
     Raises:
-        Dropped: There is no such estimator here.
+        Dropped: There is no such estimator here; `look` is set.
     """
-    if value == "grpo" and not _effective(state, "normalize_rewards"):
-        return {here[0]: "rloo" if _effective(state, "use_leave_one_out_baseline") else "grpo"}, ""
+    if value == "grpo" and not _estimator_value(state, "normalize_rewards"):
+        return {here[0]: "rloo" if _estimator_value(state, "use_leave_one_out_baseline") else "grpo"}, ""
     if value == "reinforce_plus_plus":
         baseline = state.theirs(f"{ESTIMATOR}.minus_baseline")
         return {here[0]: "reinforce++" if baseline is False else "reinforce++_baseline"}, ""
@@ -69,16 +70,16 @@ def estimator(value: Any, here: Sequence[str], argument: Any, state: Translation
     return {here[0]: value}, ""
 
 
-def _effective(state: TranslationState, name: str) -> Any:
-    """Returns the value of a key of the estimator; that of `grpo` if the estimator's own group does not have the key,
-    as in older versions of NeMo-RL."""
+def _estimator_value(state: TranslationState, name: str) -> Any:
+    """Returns the value of a key from `grpo.adv_estimator`, or else from `grpo`, its place in older versions."""
     own = state.theirs(f"{ESTIMATOR}.{name}")
     return state.theirs(f"grpo.{name}") if own is None else own
 
 
 def kl_in_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops NeMo-RL's switch for a KL term in the reward: always raises `Dropped`, with `look` set where the switch has
-    an effect there. Ignores `argument`. `state` is the translation so far."""
+    """Drops NeMo-RL's switch for a KL term in the reward: always raises `Dropped`. `look` is set if the switch is on
+    and the estimator is reinforce_plus_plus; with other estimators there is no KL term then. Ignores `argument`.
+    """
     if not value:
         raise Dropped("off there, and off unless given")
     if state.theirs(f"{ESTIMATOR}.name") != "reinforce_plus_plus":
@@ -87,18 +88,19 @@ def kl_in_reward(value: Any, here: Sequence[str], argument: Any, state: Translat
     raise Dropped(text, look=True)
 
 
-def cut_answers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops a factor for the rewards of cut answers: always raises `Dropped`, with `look` set unless the factor is null
-    or 1. Ignores `argument` and `state`."""
+def truncated_answers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Drops NeMo-RL's factor for the rewards of truncated answers: always raises `Dropped`. `look` is set unless the
+    factor is null or 1. Ignores `argument` and `state`.
+    """
     if value is None or value == 1:
         raise Dropped("off there, and off unless given")
     text = f"scale the reward of a cut answer in the environment, or leave such answers out by {here[0]}=true"
     raise Dropped(text, look=True)
 
 
-def keep(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the number of kept checkpoints for the first setting in `here`; `ALL` for null. Ignores `argument` and
-    `state`.
+def kept_checkpoints(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Returns the number of checkpoints to keep for the first setting in `here`; `ALL` for null. Ignores `argument`
+    and `state`.
 
     Raises:
         Dropped: The value is not allowed.
@@ -109,8 +111,9 @@ def keep(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def importance_correction(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the level of importance weights, and their bound `UNBOUNDED` if no key of `LOSS` is their bound. Ignores
-    `here` and `argument`. `state` is the translation so far.
+    """Returns the settings that turn importance weights on: the level `sequence`, if NeMo-RL's ratios are of whole
+    sequences, and the cap `UNBOUNDED`, unless NeMo-RL's `_ratio` is the cap. May return no setting. Ignores `here` and
+    `argument`.
 
     Raises:
         Dropped: The value is off.
@@ -120,41 +123,43 @@ def importance_correction(value: Any, here: Sequence[str], argument: Any, state:
     ours: Settings = {}
     if state.theirs("loss_fn.sequence_level_importance_ratios"):
         ours = {"algorithm.importance_level": "sequence", "algorithm.sequence_unit": "trajectory"}
-    if state.theirs(f"{LOSS}_ratio") is not None and state.theirs(f"{LOSS}_type") != "seq-mask-tis":
-        return ours, f"{LOSS}_ratio is the bound"
+    if state.theirs(f"{TIS}_ratio") is not None and state.theirs(f"{TIS}_type") != "seq-mask-tis":
+        return ours, f"{TIS}_ratio is the bound"
     return {**ours, "algorithm.importance_cap": UNBOUNDED}, "NeMo-RL does not cap these importance weights"
 
 
 def importance_bound(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns a bound of importance weights for the first setting in `here`, or for our setting `argument` if the
-    bounds reject whole answers. `state` is the translation so far.
+    """Returns a bound of importance weights for the first setting in `here`; for the type seq-mask-tis, which rejects
+    whole answers, for our setting `argument`.
 
     Raises:
         Dropped: The value is null, or not allowed.
     """
     if value is None:
         raise Dropped("no bound")
-    key = str(argument) if state.theirs(f"{LOSS}_type") == "seq-mask-tis" else here[0]
+    key = str(argument) if state.theirs(f"{TIS}_type") == "seq-mask-tis" else here[0]
     return {key: fitted(key, value)}, "of the geometric mean of an answer" if key == argument else ""
 
 
-def response_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns no setting for the length at which a penalty is complete, if it is NeMo-RL's limit of an answer. Ignores
-    `argument`. `state` is the translation so far.
+def overlong_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Checks the length at which the penalty for long answers is complete; returns no setting. Here this is the limit
+    of an answer: NeMo-RL's `max_new_tokens`, or else its `max_total_sequence_length`. Ignores `argument`.
 
     Raises:
-        Dropped: The length is not the limit.
+        Dropped: The length is null, or differs from the limit (`look` is set).
     """
+    if value is None:
+        raise Dropped("not set there")
     limit = state.theirs("policy.generation.max_new_tokens") or state.theirs("policy.max_total_sequence_length")
     if value != limit:
         text = f"here the penalty is complete at {here[0]}={limit}; set {here[0]}={shown(value)} for the same penalty"
         raise Dropped(text, look=True)
-    return {}, f"{here[0]} says so"
+    return {}, f"the penalty is complete at {here[0]} here"
 
 
 def sequence_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the longest sequence for every setting in `here`, and as limit of an answer if NeMo-RL's run gives none.
-    Ignores `argument`. `state` is the translation so far.
+    """Returns the longest sequence for every setting in `here`; also as limit of an answer, and of a prompt (one token
+    less), for each limit that NeMo-RL's run does not give. Ignores `argument`.
 
     Raises:
         Dropped: A setting does not allow the value.
@@ -168,8 +173,8 @@ def sequence_limit(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 
 def prompt_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the limit of a prompt for the first setting in `here`, at least one token below the limit of a sequence.
-    Ignores `argument`. `state` is the translation so far.
+    """Returns the limit of a prompt for the first setting in `here`. A limit of at least the longest sequence becomes
+    one token less, to leave room for an answer. Ignores `argument`.
 
     Raises:
         Dropped: The value is null, no number, or not allowed.
@@ -184,7 +189,7 @@ def step_limit(value: Any, here: Sequence[str], argument: Any, state: Translatio
     """Returns the number of RL steps for the first setting in `here`. Ignores `argument` and `state`.
 
     Raises:
-        Dropped: The value is not allowed, or at least `NO_LIMIT`.
+        Dropped: The value is at least `NO_LIMIT`, or not allowed.
     """
     if isinstance(value, int) and value >= NO_LIMIT:
         raise Dropped("no limit: run.epochs ends the run")
@@ -192,8 +197,9 @@ def step_limit(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 
 def validation_share(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops the share of the training rows for evaluation: always raises `Dropped`, with `look` set unless the run has
-    evaluation data, `here[0]`. Ignores `argument`. `state` is the translation so far."""
+    """Drops the share of training rows that NeMo-RL holds out for evaluation: always raises `Dropped`. `look` is set if
+    the share is above 0 and the run has no evaluation files, `here[0]`. Ignores `argument`.
+    """
     if not value or state.ours(here[0]):
         raise Dropped("off there, and off unless given" if not value else f"{here[0]} has the rows of the evaluation")
     text = f"keep {shown(value)} of the rows out of data.train, as {here[0]}, and give evaluation.every"
@@ -201,45 +207,51 @@ def validation_share(value: Any, here: Sequence[str], argument: Any, state: Tran
 
 
 def torch_schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns warm-up, schedule and its end, for the settings in `here`, from torch's schedulers: a single one, or a
-    list for SequentialLR with a rising LinearLR as warm-up and at most one decay. NeMo-RL counts RL steps, and the
-    settings optimizer steps. Ignores `argument`. `state` is the translation so far.
+    """Returns warm-up, schedule and end of the decay, the three settings in `here`, from torch's schedulers. Known are
+    one scheduler, or a list for SequentialLR: a LinearLR that rises to 1 as warm-up, then a constant rate, or a linear
+    or cosine decay. RL steps of NeMo-RL become optimizer steps. Ignores `argument`.
+
+    Also returns `policy.optimizer.min_lr` with a decay, and `warmup_from_zero` for a warm-up from nearly 0.
 
     Raises:
-        Dropped: Nothing is given, or schedulers without a counterpart; `look` is set for the latter.
+        Dropped: No scheduler is given; or the schedulers have no counterpart here (`look` is set).
     """
     if value in (None, [], {}):
         raise Dropped("constant there, and constant unless given")
     updates, lr = updates_per_step(state, here[0]), state.ours("policy.optimizer.lr")
-    parts, milestones = _torch_parts(value)
+    parts, milestones = _parse_schedulers(value)
     ours: Settings = {here[0]: 0, here[1]: "constant"}
     name, first = parts[0]
-    warmup = 0
+    ends = []
     if name == "LinearLR" and first.get("start_factor", 1 / 3) < first.get("end_factor", 1.0) == 1:
-        warmup = _steps(name, first.get("total_iters", 5))
-        ours[here[0]] = warmup * updates
-        if first.get("start_factor", 1 / 3) * max(1, warmup * updates) < 0.5:
+        ends.append(_steps(name, first.get("total_iters", 5)))
+        ours[here[0]] = ends[0] * updates
+        # Our warm-up begins at lr / steps, or at 0: the nearer of both.
+        if first.get("start_factor", 1 / 3) * max(1, ours[here[0]]) < 0.5:
             ours["policy.optimizer.warmup_from_zero"] = True
         parts = parts[1:]
-    if milestones and milestones[0] != warmup:
-        raise _unknown_schedule(f"the warm-up ends at {shown(milestones[0])}, not at {warmup}")
-    decays = [part for part in parts if part[0] != "ConstantLR"]
-    if len(decays) > 1 or any(part[1].get("factor", 1 / 3) != 1 for part in parts if part[0] == "ConstantLR"):
-        raise _unknown_schedule(" and ".join(part[0] for part in parts))
-    for name, arguments in decays:
-        steps = _steps(name, arguments.get("T_max", arguments.get("total_iters")))
-        lowest = arguments.get("eta_min", 0.0) if name == "CosineAnnealingLR" else arguments.get("end_factor", 1.0) * lr
-        if name not in SCHEDULES or arguments.get("start_factor", 1.0) != 1 or not 0 <= lowest < lr:
+    if parts and parts[0][0] in SCHEDULES:
+        name, decay = parts[0]
+        steps = _steps(name, decay.get("T_max" if name == "CosineAnnealingLR" else "total_iters"))
+        lowest = decay.get("eta_min", 0.0) if name == "CosineAnnealingLR" else decay.get("end_factor", 1.0) * lr
+        starts_at_lr = name == "CosineAnnealingLR" or decay.get("start_factor", 1 / 3) == 1
+        if not starts_at_lr or not 0 <= lowest < lr:
             raise _unknown_schedule(name)
-        ours |= {here[1]: SCHEDULES[name], here[2]: (warmup + steps) * updates, "policy.optimizer.min_lr": lowest}
+        ends.append(sum(ends) + steps)
+        ours |= {here[1]: SCHEDULES[name], here[2]: ends[-1] * updates, "policy.optimizer.min_lr": lowest}
+        parts = parts[1:]
+    if milestones != ends[: len(milestones)]:
+        raise _unknown_schedule(f"milestones {shown(milestones)} beside schedulers that end at {shown(ends)}")
+    if other := [name for name, kwargs in parts if name != "ConstantLR" or kwargs.get("factor", 1 / 3) != 1]:
+        raise _unknown_schedule(" and ".join(other))
     return ours, f"from torch's schedulers, which count RL steps of {updates} optimizer steps"
 
 
-def _torch_parts(value: Any) -> tuple[list[tuple[str, dict[str, Any]]], list[Any]]:
-    """Returns class name and arguments of each scheduler, with texts such as 1e-8 as numbers, and the milestones.
+def _parse_schedulers(value: Any) -> tuple[list[tuple[str, dict[str, Any]]], list[Any]]:
+    """Returns class name and arguments of each scheduler, and the milestones. Texts such as 1e-8 become numbers.
 
     Raises:
-        Dropped: The value is no list of schedulers with names.
+        Dropped: There is no named scheduler, an entry is no mapping, or an argument is no number; `look` is set.
     """
     parts, milestones = [], list[Any]()
     for entry in value if isinstance(value, list) else [value]:
@@ -263,22 +275,23 @@ def _torch_parts(value: Any) -> tuple[list[tuple[str, dict[str, Any]]], list[Any
 
 
 def _steps(name: str, value: Any) -> int:
-    """Returns a number of RL steps; raises Dropped unless it is a whole number."""
-    if not isinstance(value, int | float) or value != int(value):
-        raise _unknown_schedule(f"the end of {name} is not known")
+    """Returns RL steps as a whole number; raises Dropped, with `look`, for any other value."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
+        raise _unknown_schedule(f"the length of {name} is not known")
     return int(value)
 
 
 def _unknown_schedule(what: str) -> Dropped:
+    """Returns the error for schedulers without a counterpart; `what` names the problem."""
     return Dropped(f"{what}: known is a linear warm-up, then constant, linear or cosine", look=True)
 
 
 def data_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the files of a data set for the first setting in `here`: a parquet file as it is, and a name or another
-    file as a parquet file, which the user must write: `state.migration.to_add` says so. Ignores `argument`.
+    """Returns a list with one parquet file for the first setting in `here`: the given parquet file, the file of a name
+    in `DATA_SETS`, or a file that the user must write. Ignores `argument` and `state`.
 
     Raises:
-        Dropped: The value is no text.
+        Dropped: The value is empty, or no text.
     """
     if not isinstance(value, str) or not value:
         raise Dropped("not set there")
@@ -290,6 +303,4 @@ def data_set(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     name = value.rstrip("/").rpartition("/")[2].partition(".")[0]
     part = "test" if here[0] == "data.eval" else "train"
     file = f"data/{name}/{part}.parquet"
-    why = f"write the rows of {value} with prompt, env_class and reward_spec (docs/environments.md)"
-    state.migration.to_add.append(f"{file}: {why}")
-    return {here[0]: [file]}, why
+    return {here[0]: [file]}, rows_text(value)

@@ -30,18 +30,18 @@ HYDRA = ("SkyRL", "verl", "NeMo-RL")
 CONFIG_OPTION = "--config"
 """NeMo-RL's option for its YAML file."""
 FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
-"""Options by which Hydra finds the settings file of a program in `HYDRA`."""
+"""Hydra's options for the settings file of SkyRL or verl; NeMo-RL has `CONFIG_OPTION`."""
 LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 MOST_VALUES = 100_000
 """Maximum number of values in a YAML file."""
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
 _HYDRA = re.compile(r"(?:\+\+|\+)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
 LARGEST = 10**18
-"""Largest result of a function in a YAML file."""
+"""Largest absolute result of a function in a YAML file (`ARITHMETIC`)."""
 
 
 def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns the function for two numbers; it raises ValueError for other values, and beyond `LARGEST`."""
+    """Returns the function with checks: ValueError for an argument that is no number, and a result beyond `LARGEST`."""
 
     def compute(a: Any, b: Any) -> Any:
         if not all(isinstance(number, int | float) for number in (a, b)) or abs(result := function(a, b)) > LARGEST:
@@ -55,8 +55,9 @@ ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     name: _of_numbers(function)
     for name, function in (("add", operator.add), ("mul", operator.mul), ("div", operator.truediv), ("max", max))
 }
-"""Functions that NeMo-RL's files may use, as in `${mul:${policy.a},2}`."""
+"""Functions of two numbers that NeMo-RL's files may use, as in `${mul:${policy.a},2}`."""
 _DOTTED = re.compile(r"\w+(\.\w+)*")
+"""A plain dotted key; only such settings of the command line take part in `${…}` of a file."""
 _UNNAMED = re.compile(r"[^A-Za-z0-9._+-]+")
 """Characters that a run's name may not have."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -66,7 +67,8 @@ _NEGATIVE = re.compile(r"-\.?\d")
 def read(program: str, words: Sequence[str]) -> GivenSettings:
     """Returns the other program's settings from a file, from arguments, or from a file followed by arguments.
 
-    Arguments after a file are later settings and replace those of the file. Nothing is run.
+    Arguments after a file are later settings and replace those of the file. For NeMo-RL, also reads the file that
+    `--config` names, and files to inherit from. Nothing is run.
 
     Args:
         program: SkyRL, verl, slime, TRL or NeMo-RL.
@@ -163,7 +165,8 @@ def _split(command: Command) -> tuple[str, Command]:
 
 
 def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument]) -> None:
-    """Adds the settings of a command line, after those of the file that NeMo-RL's option `--config` names."""
+    """Adds the settings of a command line; for NeMo-RL, after those of the file that the first `--config` names. A file
+    that is not here becomes an unresolved setting. Keys on the command line are no longer `inherited`."""
     arguments = [*arguments]
     for n, argument in enumerate(arguments):
         option, assigned, name = argument.text.partition("=")
@@ -249,10 +252,15 @@ def parsed(text: str) -> Any:
 
 
 def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> None:
-    """Takes every key of a file; `${…}` between keys is replaced where the file and the `later` settings of the command
-    line decide the value."""
+    """Adds every key of a YAML file; for NeMo-RL, with the files it inherits from, and sets `entry` and `inherited`.
+
+    `${…}` is replaced where the file and `later`, the settings of the command line, decide the value. `later` is only
+    used for this: the caller adds these settings.
+    """
+    before = len(reading.settings)
     try:
-        content = _content(path) if reading.program != "NeMo-RL" else inheritance.merged(path, _content, reading)
+        inherits = reading.program == "NeMo-RL"
+        content = inheritance.read_with_parents(path, _content, reading) if inherits else _content(path)
         _check_size(content, path)
         tree = OmegaConf.create({str(key): value for key, value in content.items()})
         plain = OmegaConf.to_container(tree, resolve=False)
@@ -267,11 +275,11 @@ def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> No
         for key, inner in _leaves(reading.program, str(name), value):
             spelled = f"--{key.replace('_', '-').removeprefix('--')}" if reading.program == "slime" else key
             reading.settings.append(_resolved(spelled, key, inner, tree))
-    if reading.program != "NeMo-RL":
+    if not inherits:
         return
     reading.entry = _UNNAMED.sub("-", path.stem)
     own = {key for name, value in _content(path).items() for key, _ in _leaves(reading.program, name, value)}
-    reading.inherited |= {given.key for given in reading.settings} - own
+    reading.inherited |= {given.key for given in reading.settings[before:]} - own
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -324,8 +332,8 @@ def _resolved(name: str, key: str, value: Any, tree: Any) -> Given:
 
 @contextmanager
 def _without_environment() -> Iterator[list[str]]:
-    """Makes `oc.env` fail inside the block, and NeMo-RL's `${mul:2,3}` count; yields the list of variables that were
-    asked for."""
+    """Makes `oc.env` fail and NeMo-RL's functions (`ARITHMETIC`) work inside the block; yields a list that receives the
+    names of the variables asked for."""
     asked = list[str]()
 
     def refuse(variable: str, default: Any = None) -> Any:
@@ -333,13 +341,14 @@ def _without_environment() -> Iterator[list[str]]:
         raise LookupError(f"{variable} is read when the run starts")
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
-    for name, function in ARITHMETIC.items():
-        OmegaConf.register_new_resolver(name, function, replace=True)
+    new = [name for name in ARITHMETIC if not OmegaConf.has_resolver(name)]
+    for name in new:
+        OmegaConf.register_new_resolver(name, ARITHMETIC[name])
     try:
         yield asked
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        for name in ARITHMETIC:
+        for name in new:
             OmegaConf.clear_resolver(name)
 
 

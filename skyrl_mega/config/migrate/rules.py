@@ -39,11 +39,11 @@ class Switch:
     """The program's default of the switch."""
     turns_on: Mapping[str, tuple[str, ...]]
     """Value of the switch, as written in YAML → keys with an effect under this value; `group.*` stands for all keys
-    below the group, except for the switch itself."""
+    below the group."""
 
     @property
     def governed(self) -> set[str]:
-        """All keys in `turns_on`: without an effect under every other value of the switch."""
+        """All keys and `group.*` patterns in `turns_on`: without an effect under every other value of the switch."""
         return {key for keys in self.turns_on.values() for key in keys}
 
     def turns_on_key(self, key: str, value: str) -> bool:
@@ -51,11 +51,12 @@ class Switch:
         return _among(key, self.turns_on.get(value, ()))
 
     def governs(self, key: str) -> bool:
-        """Returns True if only some values of the switch give `key` an effect."""
+        """Returns True if only some values of the switch give `key` an effect; also for the switch itself, if it is in
+        its own group."""
         return _among(key, self.governed)
 
-    def encloses(self, key: str) -> bool:
-        """Returns True if the switch governs the whole group of `key`, as `group.*`."""
+    def governs_group(self, key: str) -> bool:
+        """Returns True if the switch governs `key` only by a pattern `group.*`, not by its own name."""
         return self.governs(key) and key not in self.governed
 
 

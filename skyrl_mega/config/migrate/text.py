@@ -65,7 +65,8 @@ _Dumper.add_representer(list, _list)
 
 
 def as_text(migration: Migration) -> str:
-    """Returns the account as text: assumptions, a table per kind of row, remaining defaults, and a summary."""
+    """Returns the account as text: assumptions, a table per kind of row, remaining defaults, and a summary. Dropped
+    settings from inherited files that need no look are only counted."""
     lines = [f"assumed: {line}" for line in migration.assumptions]
     for kind in KINDS:
         rows = [row for row in migration.rows if row.kind == kind]
@@ -73,13 +74,13 @@ def as_text(migration: Migration) -> str:
         if rows:
             lines += ["", f"{TITLES[kind]}: {len(rows)}", *_aligned([*map(_cells, shown_rows)])]
         if hidden_rows := len(rows) - len(shown_rows):
-            lines.append(f"  … and {hidden_rows} settings of the files that the file inherits from (--json lists them)")
+            lines.append(f"  … and {hidden_rows} more, from inherited files (--json lists them)")
     lines += ["", *_remaining(migration), "", summary(migration), *_look(migration)]
     return "\n".join(lines).lstrip("\n")
 
 
-def to_add(migration: Migration) -> list[str]:
-    """Returns sentences about what the run still needs: files to write, and a reward."""
+def open_tasks(migration: Migration) -> list[str]:
+    """Returns `migration.to_add`, and `REWARD` if no reward is set."""
     return migration.to_add + ([REWARD] if migration.without_reward else [])
 
 
@@ -108,7 +109,7 @@ def summary(migration: Migration) -> str:
 
 def as_values(migration: Migration) -> dict[str, Any]:
     """Returns the migration as JSON values, with secrets masked: `program`, `settings`, `rows` (the account), `counts`
-    (rows by kind), `assumptions`, `to_add` (`to_add`) and `defaults`
+    (rows by kind), `assumptions`, `to_add` (`open_tasks`) and `defaults`
     (`remaining`)."""
     rows = [
         {**asdict(row), "value": masked(row.value, row.theirs), "ours": masked(dict(row.ours))}
@@ -120,7 +121,7 @@ def as_values(migration: Migration) -> dict[str, Any]:
         "rows": rows,
         "counts": migration.counts,
         "assumptions": migration.assumptions,
-        "to_add": to_add(migration),
+        "to_add": open_tasks(migration),
         "defaults": remaining(migration.settings),
     }
 

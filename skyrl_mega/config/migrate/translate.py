@@ -38,6 +38,7 @@ def translate(reading: GivenSettings) -> Migration:
     figures.cluster(translator)
     data_sets.choose(translator)
     translator.order_rows()
+    translator.migration.to_add += data_sets.to_write(translator)
     return translator.migration
 
 
@@ -140,7 +141,7 @@ class Translator(TranslationState):
             return AccountRow("dropped", given.key, given.value, why=why, look=look)
 
         if given.value in (None, {}) and any(key.startswith(f"{given.key}.") for key in self.table):
-            return dropped("a group without settings")
+            return dropped("an empty group")
         if entry is None:
             return AccountRow("unknown", given.key, given.value, why=self._unknown(given), look=True)
         if not entry.here and not entry.values:
@@ -199,15 +200,16 @@ class Translator(TranslationState):
         return CONVERSIONS[rule.name](value, here, rule.argument, self)
 
     def _turned_off(self, key: str) -> str:
-        """Returns the reason why a key has no effect under its switches; empty if the key has an effect. One switch of
-        its whole group that is off is enough; of switches that name the key itself, one that is on is enough."""
+        """Returns why a key has no effect in the other program; empty if the key has an effect. A switch is off for a
+        key if its value does not turn the key on. One switch of the whole group that is off is enough; switches that
+        name the key itself must all be off."""
         if why := kl.left_out(self, key):
             return why
         above = {name: switch for name, switch in self.rules.switches.items() if name != key and switch.governs(key)}
         states = {name: self.theirs(name) for name in above}
         off = [name for name, value in states.items() if not above[name].turns_on_key(key, _text(value))]
-        groups = [name for name in off if above[name].encloses(key)]
-        others = [name for name in above if not above[name].encloses(key)]
+        groups = [name for name in off if above[name].governs_group(key)]
+        others = [name for name in above if not above[name].governs_group(key)]
         reasons = groups or (others if set(others) <= set(off) else [])
         if not reasons:
             return ""

@@ -15,7 +15,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.migrate import text
 from skyrl_mega.config.migrate.account import Migration
 from skyrl_mega.config.migrate.given import GivenSettings
-from skyrl_mega.config.migrate.inheritance import merged
+from skyrl_mega.config.migrate.inheritance import read_with_parents
 from skyrl_mega.config.migrate.read import read
 from skyrl_mega.config.migrate.translate import translate
 
@@ -70,6 +70,10 @@ def migrated(*words: str) -> Migration:
     return translate(read("NeMo-RL", words))
 
 
+def mapping_in(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
 def row(migration: Migration, key: str) -> Any:
     return next(row for row in migration.rows if row.theirs == key)
 
@@ -122,7 +126,7 @@ def test_a_switch_inside_a_group_needs_the_group(folder: Path) -> None:
 def test_what_is_inherited_and_needs_nothing_is_not_listed(folder: Path) -> None:
     migration = migrated(str(folder / "child.yaml"))
     shown = text.as_text(migration)
-    assert "policy.tokenizer.name" not in shown and "the files that the file inherits from" in shown
+    assert "policy.tokenizer.name" not in shown and "more, from inherited files" in shown
     assert "grpo.use_leave_one_out_baseline" in shown, "the file itself has it"
     assert "policy.tokenizer.name" in [row["theirs"] for row in text.as_values(migration)["rows"]]
     assert "policy.tokenizer.name" in text.as_text(migrated(str(folder / "child.yaml"), "policy.tokenizer.name=x"))
@@ -177,14 +181,14 @@ def test_files_are_merged_as_omegaconf_merges_them(tmp_path: Path) -> None:
             path.write_text(yaml.safe_dump({**content, "defaults": [paths[i].name for i in above]}))
         both = OmegaConf.merge(*contents[:2])
         expected = OmegaConf.to_container(OmegaConf.merge(contents[0], both, contents[2]))
-        assert merged(paths[2], lambda path: yaml.safe_load(path.read_text()), GivenSettings("NeMo-RL")) == expected
+        assert read_with_parents(paths[2], mapping_in, GivenSettings("NeMo-RL")) == expected
 
 
 def test_a_marked_group_replaces_the_inherited_one(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: {train: {dataset_name: x, seed: 1}}\n")
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\ndata: {train: {_override_: true, data_path: y.parquet}}\n")
     read_file = GivenSettings("NeMo-RL")
-    content = merged(tmp_path / "b.yaml", lambda path: yaml.safe_load(path.read_text()), read_file)
+    content = read_with_parents(tmp_path / "b.yaml", mapping_in, read_file)
     assert content == {"data": {"train": {"data_path": "y.parquet"}}}
 
 
@@ -261,6 +265,9 @@ def test_engines_with_gpus_of_their_own(words: list[str], ranks: int | None, eng
         ([("LinearLR", {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 90})], (0, "linear", 90)),
         ([("LinearLR", {"start_factor": "1e-8", "total_iters": 7})], (7, "constant", None)),
         ([("ConstantLR", {"factor": 0.1})], None),
+        ([("LinearLR", {"end_factor": 0.1, "total_iters": 100})], None),
+        ([("LinearLR", {"total_iters": "inf"})], None),
+        ([("LinearLR", {}), ("ConstantLR", {"factor": 1.0}), ("CosineAnnealingLR", {"T_max": 93})], None),
         ([("LinearLR", [1])], None),
         ([("LinearLR", {"start_factor": None})], None),
         ([("LinearLR", {"total_iters": 7}), ("LinearLR", {"total_iters": 7})], None),
@@ -369,3 +376,17 @@ def test_a_run_has_the_name_of_its_file(folder: Path) -> None:
     assert migrated(str(folder / "child.yaml")).settings["run.name"] == "child"
     named = migrated(str(folder / "child.yaml"), "logger.wandb_enabled=true", "logger.wandb.name=mine")
     assert named.settings["run.name"] == "mine"
+
+
+def test_milestones_agree_with_the_schedulers() -> None:
+    names = {"LinearLR": {"total_iters": 50}, "CosineAnnealingLR": {"T_max": 9}}
+    parts = [{"name": f"torch.{name}", "kwargs": kwargs} for name, kwargs in names.items()]
+    for milestones, expected in (([50], "changed"), ([10], "dropped"), ([50, 70], "dropped")):
+        migration = migrated(f"policy.scheduler={[*parts, {'milestones': milestones}]}")
+        assert row(migration, "policy.scheduler").kind == expected, milestones
+
+
+def test_only_files_that_the_run_reads_are_to_be_written(tmp_path: Path) -> None:
+    assert migrated("data.train.dataset_name=Own").to_add[0].startswith("data/Own/train.parquet: write the rows of Own")
+    assert not migrated("data.train.data_path=/x/gsm8k.jsonl").to_add
+    assert not migrated("data.train.data_path=rows.parquet").to_add
