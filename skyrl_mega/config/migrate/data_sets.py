@@ -53,9 +53,11 @@ def choose(t: TranslationState) -> None:
 
 
 def to_write(t: TranslationState) -> list[str]:
-    """Returns a sentence for each file of unknown data that the run reads, and the user must write."""
+    """Returns a sentence for each file of unknown data that the run reads, and the user must write; and for each list
+    of data sets, as NeMo-RL may have."""
     settings = t.migration.settings
-    return [
+    lists = [key for key in ("data.train", "data.validation") if isinstance(t.theirs(key), list)]
+    return [f"{key}: {rows_text(f'its {len(t.theirs(key))} data sets')}" for key in lists] + [
         f"{settings[key][0]}: {row.why}"
         for row in t.migration.rows
         for key, value in row.ours.items()

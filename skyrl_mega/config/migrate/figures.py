@@ -211,7 +211,7 @@ def cluster(t: TranslationState) -> None:
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
     policy = nodes * gpus
     if t.program == "NeMo-RL":
-        migration.add("the file's name", {"run.name": t.reading.entry} if t.reading.entry else {})
+        migration.add("the file's name", {"run.name": t.reading.file_name} if t.reading.file_name else {})
         _split_gpus(t)
     if t.ours("cluster.shared"):
         why = f"{policy} GPUs / rollout.tensor={tensor}"

@@ -33,7 +33,8 @@ class GivenSettings:
     assumptions: list[str] = field(default_factory=list)
     """Sentences for the user about values assumed, such as defaults that environment variables could replace."""
     entry: str = ""
-    """Module or script started by the command, such as `verl.trainer.main_ppo`, or the name of NeMo-RL's file; empty if
-    unknown."""
+    """Module or script started by the command, such as `verl.trainer.main_ppo`; empty if unknown."""
+    file_name: str = ""
+    """Name of NeMo-RL's YAML file without its ending, as a name for the run; empty without a file."""
     processes: int | None = None
     """Number of processes given to the launcher, such as `accelerate launch --num_processes`; None if not given."""

@@ -13,7 +13,9 @@ from skyrl_mega.config.migrate.given import GivenSettings
 DEFAULTS = "defaults"
 """Key with the names of parent files."""
 OVERRIDE = "_override_"
-"""Mark of a group that replaces the inherited group as a whole."""
+"""Mark of a group that replaces the inherited group as a whole; NeMo-RL sees it in the groups of a file alone."""
+MANDATORY = "???"
+"""Value of a key that another file or the command line must give."""
 MOST_READS = 200
 """Most reads of files for one input; a parent of several files is read for each."""
 
@@ -66,16 +68,17 @@ def _merge_chain(
     return _override(inherited, content)
 
 
-def _override(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `inherited` overridden by `own`. Groups merge key by key, unless marked; the mark is removed. Any other
-    value, null included, replaces a whole group."""
+def _override(inherited: Mapping[str, Any], own: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
+    """Returns `inherited` overridden by `own`. Groups merge key by key; with the mark `OVERRIDE`, a group of the file
+    itself (`top`) replaces the inherited one. `MANDATORY` leaves an inherited value; any other value, null included,
+    replaces even a group."""
     result = {**inherited}
     for key, value in own.items():
         below = inherited.get(key)
         if isinstance(value, dict):
-            replaces = bool(value.get(OVERRIDE))
+            replaces = top and bool(value.get(OVERRIDE))
             plain = {name: inner for name, inner in value.items() if name != OVERRIDE}
-            result[key] = _override(below, plain) if isinstance(below, dict) and not replaces else _override({}, plain)
-        else:
+            result[key] = _override(below if isinstance(below, dict) and not replaces else {}, plain, top=False)
+        elif value != MANDATORY or key not in inherited:
             result[key] = value
     return result

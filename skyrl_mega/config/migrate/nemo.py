@@ -5,7 +5,7 @@ The arguments, the result and the errors are those of `convert`.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +23,8 @@ ALL = 1_000_000
 """Value of `checkpoint.keep` that keeps every checkpoint: no run writes so many."""
 NO_LIMIT = 1_000_000
 """From this number of steps on, a limit counts as none: NeMo-RL\'s files give 1000000 to let the data end a run."""
+LONGEST = 10**9
+"""Most RL steps of a schedule."""
 UNBOUNDED = 1e6
 """Value of `algorithm.importance_cap` for weights that NeMo-RL does not cap; null would turn the weights off here."""
 SCHEDULES = {"LinearLR": "linear", "CosineAnnealingLR": "cosine"}
@@ -33,6 +35,8 @@ DATA_SETS = {
     "gsm8k": "gsm8k/train.parquet",
 }
 """Name of a data set in NeMo-RL → our file below `data/`, by which `data_sets` recognizes the training sets."""
+LOADERS = ("ResponseDataset", "PreferenceDataset", "OpenAIFormatDataset", "NemoGymDataset")
+"""Values of `dataset_name` that name a reader of files, not a data set."""
 
 
 def leave_one_out(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
@@ -71,9 +75,12 @@ def estimator(value: Any, here: Sequence[str], argument: Any, state: Translation
 
 
 def _estimator_value(state: TranslationState, name: str) -> Any:
-    """Returns the value of a key from `grpo.adv_estimator`, or else from `grpo`, its place in older versions."""
+    """Returns the value of a switch of the estimator: from `grpo.adv_estimator`, true by default; for a run without
+    this group, from `grpo`, its place in older versions."""
     own = state.theirs(f"{ESTIMATOR}.{name}")
-    return state.theirs(f"grpo.{name}") if own is None else own
+    if own is None and not any(key.startswith(f"{ESTIMATOR}.") for key in state.given):
+        return state.theirs(f"grpo.{name}")
+    return own is None or own
 
 
 def kl_in_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
@@ -191,7 +198,7 @@ def step_limit(value: Any, here: Sequence[str], argument: Any, state: Translatio
     Raises:
         Dropped: The value is at least `NO_LIMIT`, or not allowed.
     """
-    if isinstance(value, int) and value >= NO_LIMIT:
+    if isinstance(value, int | float) and value >= NO_LIMIT:
         raise Dropped("no limit: run.epochs ends the run")
     return {here[0]: fitted(here[0], value)}, ""
 
@@ -235,6 +242,8 @@ def torch_schedule(value: Any, here: Sequence[str], argument: Any, state: Transl
         steps = _steps(name, decay.get("T_max" if name == "CosineAnnealingLR" else "total_iters"))
         lowest = decay.get("eta_min", 0.0) if name == "CosineAnnealingLR" else decay.get("end_factor", 1.0) * lr
         starts_at_lr = name == "CosineAnnealingLR" or decay.get("start_factor", 1 / 3) == 1
+        if "policy.optimizer.lr" not in state.migration.settings:
+            raise _unknown_schedule(f"{name} beside an unknown learning rate")
         if not starts_at_lr or not 0 <= lowest < lr:
             raise _unknown_schedule(name)
         ends.append(sum(ends) + steps)
@@ -276,7 +285,7 @@ def _parse_schedulers(value: Any) -> tuple[list[tuple[str, dict[str, Any]]], lis
 
 def _steps(name: str, value: Any) -> int:
     """Returns RL steps as a whole number; raises Dropped, with `look`, for any other value."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
+    if not isinstance(value, int | float) or not 0 < value <= LONGEST or value != int(value):
         raise _unknown_schedule(f"the length of {name} is not known")
     return int(value)
 
@@ -300,7 +309,12 @@ def data_set(value: Any, here: Sequence[str], argument: Any, state: TranslationS
     if value in DATA_SETS:
         file = f"data/{DATA_SETS[value]}"
         return {here[0]: [file]}, f"the parquet file of {value}"
-    name = value.rstrip("/").rpartition("/")[2].partition(".")[0]
+    if value in LOADERS:
+        raise Dropped("the loader of data_path, whose rows are written once")
+    last = value.rstrip("/").rpartition("/")[2]
+    name = re.sub(r"[^\w.+-]+", "-", last.removesuffix(".jsonl").removesuffix(".json")).strip(".-")
+    if "${" in value or not name:
+        raise Dropped(f"give {here[0]}, a list of parquet files", look=True)
     part = "test" if here[0] == "data.eval" else "train"
     file = f"data/{name}/{part}.parquet"
     return {here[0]: [file]}, rows_text(value)

@@ -87,10 +87,10 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
             raise UserError(
                 "no such file", key=words[0], fix="give a .sh, .yaml or .py file, or the arguments themselves"
             )
-        if kind == "yaml":
-            _read_yaml(reading, path, _settings(program, arguments))
+        if kind == "python":
+            _read_python(reading, path)
         else:
-            {"shell": _read_shell, "python": _read_python}[kind](reading, path)
+            {"shell": _read_shell, "yaml": _read_yaml}[kind](reading, path, _settings(program, arguments))
     _read_arguments(reading, arguments)
     for given in reading.settings:
         try:
@@ -115,8 +115,8 @@ def _kind(word: str) -> str | None:
     return "python" if suffix == ".py" else SUFFIXES.get(suffix) or ("shell" if Path(word).is_file() else None)
 
 
-def _read_shell(reading: GivenSettings, path: Path) -> None:
-    """Takes the command of the script with most settings of the program."""
+def _read_shell(reading: GivenSettings, path: Path, later: Sequence[Given]) -> None:
+    """Takes the command of the script with most settings of the program; `later` as in `_read_yaml`."""
     script = shell.read(path)
     commands = [command for command in script.commands if _known(reading.program, command)]
     if not commands:
@@ -131,7 +131,7 @@ def _read_shell(reading: GivenSettings, path: Path) -> None:
     for option, value in pairwise(launcher):
         if option.text in LAUNCHER_PROCESSES and value.text.isdigit():
             reading.processes = int(value.text)
-    _read_arguments(reading, arguments)
+    _read_arguments(reading, arguments, later)
     reading.assumptions += script.variables.assumptions
     if len(commands) > 1:
         number = next(n for n, each in enumerate(commands, 1) if each is command)
@@ -142,13 +142,14 @@ def _read_shell(reading: GivenSettings, path: Path) -> None:
 
 
 def _known(program: str, command: Command) -> int:
-    """Returns the number of settings of the program in a command."""
+    """Returns the number of settings of the program in a command, with NeMo-RL's option for its file."""
     table = programs()[program]
     if program in HYDRA:
         names = [found["key"] for word in command if (found := _HYDRA.fullmatch(word.text))]
     else:
         names = [_option(program, word.text.partition("=")[0]) for word in command if word.text.startswith("--")]
-    return sum(lookup.find(table, name) is not None for name in names)
+    files = [word for word in command if program == "NeMo-RL" and word.text.partition("=")[0] == CONFIG_OPTION]
+    return sum(lookup.find(table, name) is not None for name in names) + len(files)
 
 
 def _split(command: Command) -> tuple[str, Command]:
@@ -164,9 +165,10 @@ def _split(command: Command) -> tuple[str, Command]:
     return entry, command[start:]
 
 
-def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument]) -> None:
+def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument], later: Sequence[Given] = ()) -> None:
     """Adds the settings of a command line; for NeMo-RL, after those of the file that the first `--config` names. A file
-    that is not here becomes an unresolved setting. Keys on the command line are no longer `inherited`."""
+    that is not here becomes an unresolved setting. Keys on the command line are no longer `inherited`. `later` as in
+    `_read_yaml`."""
     arguments = [*arguments]
     for n, argument in enumerate(arguments):
         option, assigned, name = argument.text.partition("=")
@@ -176,7 +178,7 @@ def _read_arguments(reading: GivenSettings, arguments: Sequence[Argument]) -> No
         del arguments[n : n + len(used)]
         path = Path(name if assigned else used[-1].text)
         if path.is_file() and not used[-1].unresolved:
-            _read_yaml(reading, path, _settings(reading.program, arguments))
+            _read_yaml(reading, path, [*_settings(reading.program, arguments), *later])
         else:
             advice = "the file is not here: give it in front of the other settings, or start in the folder of NeMo-RL"
             reading.settings.append(Given(CONFIG_OPTION, str(path), used[-1].unresolved or advice))
@@ -252,7 +254,7 @@ def parsed(text: str) -> Any:
 
 
 def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> None:
-    """Adds every key of a YAML file; for NeMo-RL, with the files it inherits from, and sets `entry` and `inherited`.
+    """Adds every key of a YAML file. For NeMo-RL, reads the files it inherits from; sets `file_name` and `inherited`.
 
     `${…}` is replaced where the file and `later`, the settings of the command line, decide the value. `later` is only
     used for this: the caller adds these settings.
@@ -261,7 +263,6 @@ def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> No
     try:
         inherits = reading.program == "NeMo-RL"
         content = inheritance.read_with_parents(path, _content, reading) if inherits else _content(path)
-        _check_size(content, path)
         tree = OmegaConf.create({str(key): value for key, value in content.items()})
         plain = OmegaConf.to_container(tree, resolve=False)
         for given in later if reading.program in HYDRA else ():
@@ -277,7 +278,7 @@ def _read_yaml(reading: GivenSettings, path: Path, later: Sequence[Given]) -> No
             reading.settings.append(_resolved(spelled, key, inner, tree))
     if not inherits:
         return
-    reading.entry = _UNNAMED.sub("-", path.stem)
+    reading.file_name = _UNNAMED.sub("-", path.stem).strip("-")
     own = {key for name, value in _content(path).items() for key, _ in _leaves(reading.program, name, value)}
     reading.inherited |= {given.key for given in reading.settings[before:]} - own
 
@@ -287,6 +288,7 @@ def _content(path: Path) -> dict[str, Any]:
     content = yaml.safe_load(shell.script_text(path))
     if not isinstance(content, dict):
         raise UserError("holds no mapping of settings", key=path, fix="give a file such as `trainer: {nnodes: 2}`")
+    _check_size(content, path)
     return content
 
 

@@ -185,11 +185,11 @@ def test_files_are_merged_as_omegaconf_merges_them(tmp_path: Path) -> None:
 
 
 def test_a_marked_group_replaces_the_inherited_one(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("data: {train: {dataset_name: x, seed: 1}}\n")
-    (tmp_path / "b.yaml").write_text("defaults: a.yaml\ndata: {train: {_override_: true, data_path: y.parquet}}\n")
+    (tmp_path / "a.yaml").write_text("train: {dataset_name: x, seed: 1}\n")
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\ntrain: {_override_: true, data_path: y.parquet}\n")
     read_file = GivenSettings("NeMo-RL")
     content = read_with_parents(tmp_path / "b.yaml", mapping_in, read_file)
-    assert content == {"data": {"train": {"data_path": "y.parquet"}}}
+    assert content == {"train": {"data_path": "y.parquet"}}
 
 
 IS = "loss_fn.truncated_importance_sampling"
@@ -228,7 +228,8 @@ def test_importance_weights(words: list[str], expected: dict[str, Any]) -> None:
     [
         (["grpo.normalize_rewards=true"], "grpo"),
         (["grpo.normalize_rewards=false"], "rloo"),
-        (["grpo.normalize_rewards=false", "grpo.adv_estimator.name=grpo"], "rloo"),
+        (["grpo.adv_estimator.normalize_rewards=false", "grpo.adv_estimator.name=grpo"], "rloo"),
+        (["grpo.normalize_rewards=false", "grpo.adv_estimator.name=grpo"], "grpo"),
         (["grpo.normalize_rewards=false", "grpo.adv_estimator.normalize_rewards=true"], "grpo"),
         (["grpo.adv_estimator.name=reinforce_plus_plus"], "reinforce++_baseline"),
         (["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"], "reinforce++"),
@@ -390,3 +391,44 @@ def test_only_files_that_the_run_reads_are_to_be_written(tmp_path: Path) -> None
     assert migrated("data.train.dataset_name=Own").to_add[0].startswith("data/Own/train.parquet: write the rows of Own")
     assert not migrated("data.train.data_path=/x/gsm8k.jsonl").to_add
     assert not migrated("data.train.data_path=rows.parquet").to_add
+    several = migrated("data.train=[{dataset_name: a},{dataset_name: b}]")
+    assert several.to_add[0].startswith("data.train: write the rows of its 2 data sets")
+
+
+def test_a_file_of_a_script_follows_later_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "run.sh"
+    script.write_text("python examples/run_grpo.py --config child.yaml\n")
+    assert "run.name" not in migrated(str(script)).settings
+    monkeypatch.chdir(folder)
+    ours = migrated(str(script), "policy.max_total_sequence_length=8192").settings
+    assert (ours["run.name"], ours["rollout.sampling.max_tokens"]) == ("child", 8192)
+
+
+def test_marks_and_mandatory_values_are_read_as_nemo_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("policy: {model_name: m, generation: {vllm_cfg: {a: 1, b: 2}}}\n")
+    child = "defaults: a.yaml\npolicy: {model_name: '???', generation: {vllm_cfg: {_override_: true, a: 3}}}\n"
+    (tmp_path / "b.yaml").write_text(child)
+    content = read_with_parents(tmp_path / "b.yaml", mapping_in, GivenSettings("NeMo-RL"))
+    assert content == {"policy": {"model_name": "m", "generation": {"vllm_cfg": {"a": 3, "b": 2}}}}
+
+
+def test_endless_anchors_are_refused_before_files_are_merged(tmp_path: Path) -> None:
+    levels = [f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40)]
+    (tmp_path / "a.yaml").write_text("\n".join(["a0: &a0 {x: 1, y: 2}", *levels]))
+    with pytest.raises(UserError, match="more than"):
+        migrated(str(tmp_path / "a.yaml"))
+
+
+def test_data_sets_without_a_name_are_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: {train: {data_path: '${oc.env:DATA}'}}\n")
+    unknown = migrated(str(tmp_path / "a.yaml"))
+    assert "data.train" not in unknown.settings and row(unknown, "data.train.data_path").look
+    loaded = migrated("data.train.dataset_name=ResponseDataset", "data.train.data_path=/d/y.v2.jsonl")
+    assert loaded.settings["data.train"] == ["data/y.v2/train.parquet"]
+
+
+def test_a_decay_needs_the_learning_rate() -> None:
+    parts = [{"name": "a.LinearLR", "kwargs": {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 100}}]
+    assert row(migrated(f"policy.scheduler={parts}", "policy.optimizer.kwargs.lr=abc"), "policy.scheduler").look
+    ours = migrated(f"policy.scheduler={parts}", "policy.optimizer.kwargs.lr=1e-5").settings
+    assert ours["policy.optimizer.min_lr"] == pytest.approx(1e-6)
