@@ -96,8 +96,10 @@ def _run(words: list[str]) -> int:
     for line in text.open_tasks(migration):
         print(f"to add: {line}", file=account)
     if args.out:
-        first = f"change {args.out} as the dry run says, then " if verdict.startswith("refused") else ""
-        print(f"next: {first}python -m skyrl_mega.launch --config {args.out} --dry-run")
+        if verdict.startswith("refused"):
+            print("next: repair what the dry run and the lines `needs a look` name, then run this command again")
+        else:
+            print(f"next: python -m skyrl_mega.launch --config {args.out} --dry-run")
     else:
         print(written, end="")
     return DONE

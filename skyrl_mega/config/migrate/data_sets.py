@@ -12,6 +12,13 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward", "hf_math_verify", "math_verify")
 """Graders of other programs with a mathematical comparison of the final answer."""
+REPEATED = {
+    ("data.train.dataset_name", "DAPOMath17K"): "run.epochs: NeMo-RL's file repeats each problem about 100 times, and "
+    "here each is taken once (docs/math.md); give run.epochs=1000000 to let run.steps end the run",
+    ("data.validation.dataset_name", "DAPOMathAIME2024"): "evaluation.samples: NeMo-RL's file has each of 30 problems "
+    "32 times, and here each is taken once; give evaluation.samples=32 evaluation.limit=30",
+}
+"""NeMo-RL's key and its value → sentence for the user about rows that NeMo-RL reads several times."""
 FILES = (
     (
         *("data.train", "train.parquet"),
@@ -53,16 +60,21 @@ def choose(t: TranslationState) -> None:
 
 
 def to_write(t: TranslationState) -> list[str]:
-    """Returns a sentence for each file of unknown data that the run reads, and the user must write; and for each list
-    of data sets, as NeMo-RL may have."""
+    """Returns a sentence for each file of unknown data that the run reads, and the user must write; for each list of
+    data sets, as NeMo-RL may have; and for data with repeated rows (`REPEATED`)."""
     settings = t.migration.settings
     lists = [key for key in ("data.train", "data.validation") if isinstance(t.theirs(key), list)]
-    return [f"{key}: {rows_text(f'its {len(t.theirs(key))} data sets')}" for key in lists] + [
-        f"{settings[key][0]}: {row.why}"
-        for row in t.migration.rows
-        for key, value in row.ours.items()
-        if row.why == rows_text(str(row.value)) and settings.get(key) == value
-    ]
+    repeated = [text for (key, name), text in REPEATED.items() if t.theirs(key) == name]
+    return (
+        repeated
+        + [f"{key}: {rows_text(f'its {len(t.theirs(key))} data sets')}" for key in lists]
+        + [
+            f"{settings[key][0]}: {row.why}"
+            for row in t.migration.rows
+            for key, value in row.ours.items()
+            if row.why == rows_text(str(row.value)) and settings.get(key) == value
+        ]
+    )
 
 
 def _without_evaluation(t: TranslationState) -> None:

@@ -53,7 +53,8 @@ def leave_one_out(value: Any, here: Sequence[str], argument: Any, state: Transla
     if name not in ("grpo", "gdpo"):
         raise Dropped("of the estimators grpo and gdpo, which the run does not use")
     if name == "gdpo" or _estimator_value(state, "normalize_rewards"):
-        raise Dropped(f"here a sample is part of the mean and the deviation of its group ({name})", look=True)
+        text = f"here a sample is part of the mean and the deviation of its group of n ({name})"
+        raise Dropped(f"{text}; there reward - mean is larger by n / (n - 1)", look=True)
     return {here[0]: "rloo"}, "without division by the deviation"
 
 
@@ -209,7 +210,8 @@ def validation_share(value: Any, here: Sequence[str], argument: Any, state: Tran
     """
     if not value or state.ours(here[0]):
         raise Dropped("off there, and off unless given" if not value else f"{here[0]} has the rows of the evaluation")
-    text = f"keep {shown(value)} of the rows out of data.train, as {here[0]}, and give evaluation.every"
+    every = state.theirs("grpo.val_period")
+    text = f"keep {shown(value)} of the rows out of data.train, as {here[0]}, and give evaluation.every={shown(every)}"
     raise Dropped(text, look=True)
 
 

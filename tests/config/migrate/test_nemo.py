@@ -302,6 +302,7 @@ def test_known_data_and_rewards_of_dapo(tmp_path: Path) -> None:
     assert migration.settings["environment.options.aime.answer"] == "dapo"
     assert "environment.default" not in migration.settings
     assert migration.settings["algorithm.overlong.buffer"] == 100
+    assert [line.partition(":")[0] for line in migration.to_add] == ["run.epochs", "evaluation.samples"]
     assert row(migration, "grpo.reward_shaping.max_response_length").look
     plain = migrated("data.train.dataset_name=DAPOMath17K", "env.math.math_verify_impl=hf_math_verify")
     assert "--env math" in plain.settings["data.prepare"]
